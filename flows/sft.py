@@ -1,0 +1,36 @@
+"""Flow `sft`: supervised fine-tuning of a policy, evaluated before and after, and published."""
+
+from __future__ import annotations
+
+from prefect import flow
+
+from forge_core.artifacts import Ref
+from forge_core.config import SftRunConfig
+from flows.evaluate import measure
+from flows.publish import publish
+from tasks import stages
+from tasks.run import Run, open_run
+
+
+@flow(name="sft", flow_run_name="{config.name}-seed{config.seed}", persist_result=False)
+def sft(config: SftRunConfig, run_id: str | None = None) -> dict[str, float | int]:
+    """Fine-tune the starting policy and publish the result."""
+    with open_run(config, run_id) as run:
+        policy = stages.start(run.plan.start())
+        measure(run, policy, step=0)
+        policy = fine_tune(run, policy)
+        metrics = measure(run, policy, step=1)
+        publish(run, policy, metrics)
+        return metrics
+
+
+def fine_tune(run: Run, policy: Ref) -> Ref:
+    """The policy after SFT; the policy as it is when the config asks for no steps."""
+    settings = run.plan.sft_config
+    if settings is None:
+        return policy
+    examples = stages.dataset(run.plan.dataset(settings.dataset))
+    policy = stages.sft(run.plan.sft(policy, examples))
+    summary = run.tracker.record(policy, step=0).summary
+    run.logger.info("sft: loss %.3f -> %.3f", summary["sft/first_loss"], summary["sft/loss"])
+    return policy

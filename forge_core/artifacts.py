@@ -1,0 +1,215 @@
+"""Artifacts: directories that exist once their manifest does.
+
+    {uri}/manifest.json      the commit record, created last and only once
+    {uri}/{attempt}/...      the files of the attempt that won
+
+A writer uploads under a fresh attempt prefix and then creates the manifest. Readers go through the manifest and check
+the SHA-256 of every file they use, so an artifact is either complete or absent.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import secrets
+import shutil
+import time
+from collections.abc import Iterable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, JsonValue, ValidationError
+
+from forge_core import storage
+from forge_core.config import Settings
+
+logger = logging.getLogger(__name__)
+
+SCHEMA_VERSION = 1
+Kind = Literal["dataset", "policy", "train_state", "rollouts", "scored", "eval"]
+
+
+class ArtifactError(RuntimeError):
+    """Stored data is missing, damaged, or not what a job was promised."""
+
+
+class Ref(Settings):
+    """A committed artifact: where it is, and what it must turn out to be."""
+
+    kind: Kind
+    uri: str
+    digest: str
+
+
+class FileRecord(Settings):
+    """One file of an artifact; `path` is relative to the attempt's prefix."""
+
+    path: str
+    num_bytes: int
+    sha256: str
+
+
+class Manifest(Settings):
+    """The commit record of an artifact: what it is, what it was made from, by which job, with which software."""
+
+    schema_version: int = SCHEMA_VERSION
+    kind: Kind
+    uri: str
+    attempt: str
+    files: tuple[FileRecord, ...]
+    inputs: dict[str, Ref]
+    job: dict[str, JsonValue]
+    job_digest: str
+    digest: str = Field(description="SHA-256 over the job digest and every file: provenance and content in one")
+    summary: dict[str, float | int] = Field(description="Metrics under their tracking names")
+    software: dict[str, str]
+    timings: dict[str, float] = Field(description="Seconds by phase")
+    created_at: str
+
+    @property
+    def ref(self) -> Ref:
+        return Ref(kind=self.kind, uri=self.uri, digest=self.digest)
+
+    @property
+    def files_uri(self) -> str:
+        """Prefix under which the files lie."""
+        return f"{self.uri}/{self.attempt}"
+
+
+def canonical_json(value: object) -> bytes:
+    """The same bytes for equal JSON values, whatever the order of keys."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+
+
+def sha256_json(value: object) -> str:
+    """Hex SHA-256 of a JSON value."""
+    return hashlib.sha256(canonical_json(value)).hexdigest()
+
+
+def read_manifest(uri: str) -> Manifest | None:
+    """The manifest of a committed artifact, None when nothing is committed there. Raises ArtifactError when unreadable."""
+    try:
+        return Manifest.model_validate_json(storage.read_bytes(f"{uri}/manifest.json"))
+    except FileNotFoundError:
+        return None
+    except ValidationError as error:
+        raise ArtifactError(f"{uri}/manifest.json is not a manifest of schema {SCHEMA_VERSION}: {error}") from error
+
+
+def resolve(ref: Ref) -> Manifest:
+    """The manifest behind a reference; raises ArtifactError when it is gone or another artifact took its place."""
+    manifest = read_manifest(ref.uri)
+    if manifest is None:
+        raise ArtifactError(f"{ref.uri} has no manifest.json; it was deleted or never committed")
+    if manifest.digest != ref.digest:
+        raise ArtifactError(f"{ref.uri} holds digest {manifest.digest}, the job needs {ref.digest}")
+    return manifest
+
+
+def fetch(ref: Ref, scratch: Path) -> tuple[Manifest, Path]:
+    """The manifest and a local directory with the artifact's files, every one checked against its SHA-256.
+
+    A local store is read in place; anything else is downloaded once per scratch directory.
+    """
+    manifest = resolve(ref)
+    local = storage.local_path(manifest.files_uri)
+    if local is not None:
+        _verify(manifest, local)
+        return manifest, local
+    cached = scratch / "artifacts" / ref.digest
+    if not cached.exists():
+        partial = cached.with_name(f"{ref.digest}.{secrets.token_hex(4)}")
+        for record in manifest.files:
+            storage.download(f"{manifest.files_uri}/{record.path}", partial / record.path)
+        _verify(manifest, partial)
+        try:
+            partial.rename(cached)
+        except OSError:  # another process on this machine fetched the same digest first
+            shutil.rmtree(partial)
+    return manifest, cached
+
+
+def commit(
+    directory: Path,
+    uri: str,
+    *,
+    kind: Kind,
+    job: dict[str, JsonValue],
+    job_digest: str,
+    inputs: dict[str, Ref],
+    summary: dict[str, float | int],
+    software: dict[str, str],
+    timings: dict[str, float],
+) -> Manifest:
+    """Upload `directory` and commit it at `uri`; returns the manifest that stands there in the end.
+
+    When another writer committed the same job first, its manifest is adopted. Raises ArtifactError when a different job
+    did.
+    """
+    started = time.perf_counter()
+    attempt = f"{datetime.now(UTC):%Y%m%dT%H%M%S}-{secrets.token_hex(4)}"
+    files = tuple(_records(directory))
+    for record in files:
+        storage.upload(directory / record.path, f"{uri}/{attempt}/{record.path}")
+    manifest = Manifest(
+        kind=kind,
+        uri=uri,
+        attempt=attempt,
+        files=files,
+        inputs=inputs,
+        job=job,
+        job_digest=job_digest,
+        digest=sha256_json([job_digest, [[file.path, file.sha256] for file in files]]),
+        summary=summary,
+        software=software,
+        timings=timings | {"upload": time.perf_counter() - started},
+        created_at=datetime.now(UTC).isoformat(),
+    )
+    try:
+        # Written last: readers trust a directory only once this object exists.
+        storage.create_exclusive(f"{uri}/manifest.json", manifest.model_dump_json(indent=1).encode())
+    except FileExistsError:
+        winner = read_manifest(uri)
+        assert winner is not None
+        if winner.attempt != attempt:
+            require_same_job(winner, job, job_digest)
+            logger.info("%s was committed by another writer first; adopting attempt %s", uri, winner.attempt)
+        return winner
+    return manifest
+
+
+def require_same_job(manifest: Manifest, job: dict[str, JsonValue], job_digest: str) -> None:
+    """Raise ArtifactError naming the differing fields when a committed artifact was made by another job."""
+    if manifest.job_digest == job_digest:
+        return
+    fields = ", ".join(_differences(manifest.job, job)) or "the versions of the schema"
+    raise ArtifactError(
+        f"{manifest.uri} was committed by a different job; differing: {fields}. "
+        "Use a new run_id, or restore the settings this run was started with"
+    )
+
+
+def _differences(left: JsonValue, right: JsonValue, path: str = "") -> Iterable[str]:
+    if isinstance(left, dict) and isinstance(right, dict):
+        for key in sorted(left.keys() | right.keys()):
+            yield from _differences(left.get(key), right.get(key), f"{path}.{key}" if path else key)
+    elif left != right and not path.endswith("uri"):
+        yield f"{path} ({left!r} there, {right!r} here)"
+
+
+def _records(directory: Path) -> Iterable[FileRecord]:
+    for path in sorted(path for path in directory.rglob("*") if path.is_file()):
+        name = path.relative_to(directory).as_posix()
+        yield FileRecord(path=name, num_bytes=path.stat().st_size, sha256=storage.sha256_file(path))
+
+
+def _verify(manifest: Manifest, directory: Path) -> None:
+    for record in manifest.files:
+        path = directory / record.path
+        uri = f"{manifest.files_uri}/{record.path}"
+        if not path.is_file():
+            raise ArtifactError(f"{uri} is missing although its manifest promises it")
+        if path.stat().st_size != record.num_bytes or storage.sha256_file(path) != record.sha256:
+            raise ArtifactError(f"{uri} does not have the SHA-256 its manifest promises; the object is damaged")

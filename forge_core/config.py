@@ -1,0 +1,230 @@
+"""The settings of a run: frozen, typed, and complete before the first process starts.
+
+Imports nothing heavy, so that a flow, the Prefect UI and a stage process all share these classes. Every field is
+documented with its unit; unknown fields are refused. YAML files live in `deployments/configs/`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal, TypeVar
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
+
+
+class Settings(BaseModel):
+    """Base of every settings model: immutable, and a misspelt field is an error rather than a silent default."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class FunctionConfig(Settings):
+    """A function named by a built-in short name or `package.module:function`, with its keyword arguments."""
+
+    fn: str = Field(description="Built-in short name, or package.module:function")
+    kwargs: dict[str, JsonValue] = Field(default_factory=dict, description="Keyword arguments of the function")
+
+
+class RewardConfig(FunctionConfig):
+    """One reward function and its weight in the total."""
+
+    weight: float = Field(1.0, description="Weight of this reward in the total reward")
+
+
+class FreshPolicyConfig(Settings):
+    """Shape of a randomly initialised Qwen3 with a character tokenizer, used when `policy.uri` is `fresh://qwen3`."""
+
+    hidden_size: int = Field(192, gt=0, description="Width of the residual stream")
+    num_layers: int = Field(4, gt=0, description="Number of transformer blocks")
+    num_heads: int = Field(6, gt=0, description="Number of attention heads")
+    num_kv_heads: int = Field(2, gt=0, description="Number of key/value heads")
+    head_dim: int = Field(32, gt=0, description="Width of one attention head")
+    intermediate_size: int = Field(512, gt=0, description="Width of the feed-forward layer")
+    max_position_embeddings: int = Field(512, gt=0, description="Longest sequence, tokens")
+
+
+class PolicyConfig(Settings):
+    """Where the starting policy comes from."""
+
+    uri: str = Field(
+        "fresh://qwen3",
+        description="fresh://qwen3, hf://org/name, a directory in Hugging Face layout (local or any fsspec URI), "
+        "or a .gguf file (local or any fsspec URI)",
+    )
+    fresh: FreshPolicyConfig = Field(default_factory=FreshPolicyConfig, description="Shape for fresh://qwen3")
+
+
+class DatasetConfig(FunctionConfig):
+    """Problems to train or evaluate on."""
+
+    fn: str = Field("arithmetic", description="Built-in dataset name, or package.module:function yielding Example")
+
+
+class OptimizerConfig(Settings):
+    """AdamW and its learning-rate schedule."""
+
+    learning_rate: float = Field(1e-5, gt=0, description="Peak learning rate")
+    schedule: Literal["constant", "linear", "cosine"] = Field("constant", description="Shape after the warm-up")
+    warmup_steps: int = Field(0, ge=0, description="Optimizer steps of linear warm-up")
+    weight_decay: float = Field(0.0, ge=0, description="Decoupled weight decay")
+    beta1: float = Field(0.9, ge=0, lt=1, description="Decay of the first moment")
+    beta2: float = Field(0.99, ge=0, lt=1, description="Decay of the second moment")
+    epsilon: float = Field(1e-8, gt=0, description="Added to the root of the second moment")
+    max_grad_norm: float = Field(1.0, gt=0, description="Gradients are rescaled to at most this global norm")
+
+
+class TrainerConfig(Settings):
+    """How a policy is trained, apart from what it is trained on."""
+
+    num_ranks: int = Field(1, ge=1, description="Trainer processes (one per GPU, or gloo ranks on CPU)")
+    row_tokens: int = Field(1024, ge=8, description="Length of a packed row, tokens; no document may be longer")
+    micro_batch_rows: int = Field(1, ge=1, description="Packed rows in one forward/backward pass of one rank")
+    dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        "auto", description="Compute precision; auto is bfloat16 on a GPU and float32 on a CPU"
+    )
+    attention: Literal["auto", "varlen", "flex"] = Field(
+        "auto", description="Attention kernel on a GPU (auto: varlen); a CPU always uses per-document SDPA"
+    )
+    activation_checkpoint: Literal["none", "selective", "full"] = Field(
+        "none", description="Recompute activations in the backward pass to save memory"
+    )
+    overrides: dict[str, JsonValue] = Field(
+        default_factory=dict, description="Dotted torchtitan settings, e.g. {compile.enable: true}; unknown names fail"
+    )
+
+
+class GeneratorConfig(Settings):
+    """The vLLM engine."""
+
+    dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        "auto", description="Compute precision; auto is bfloat16 on a GPU and float32 on a CPU"
+    )
+    max_num_seqs: int = Field(256, ge=1, description="Sequences decoded at once")
+    max_model_len: int = Field(1024, ge=8, description="Longest prompt plus completion, tokens")
+    overrides: dict[str, JsonValue] = Field(
+        default_factory=dict, description="vLLM engine arguments passed through; unknown names fail"
+    )
+
+
+class SamplingConfig(Settings):
+    """How completions are sampled."""
+
+    max_tokens: int = Field(16, ge=1, description="Longest completion, tokens")
+    temperature: float = Field(1.0, ge=0, description="Softmax temperature; 0 is greedy")
+    top_p: float = Field(1.0, gt=0, le=1, description="Nucleus mass")
+    top_k: int = Field(0, ge=0, description="Keep the k most likely tokens; 0 keeps all")
+    stop: tuple[str, ...] = Field((), description="Strings that end a completion")
+
+
+class SftConfig(Settings):
+    """Supervised fine-tuning on the assistant turns of a dataset."""
+
+    dataset: DatasetConfig = Field(default_factory=DatasetConfig, description="Chat examples to learn from")
+    num_steps: int = Field(100, ge=0, description="Optimizer steps; 0 skips this stage")
+    batch_size: int = Field(64, ge=1, description="Examples per optimizer step")
+    optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig, description="Optimizer of this stage")
+
+
+class GrpoConfig(Settings):
+    """Reinforcement learning with group-relative advantages."""
+
+    dataset: DatasetConfig = Field(default_factory=DatasetConfig, description="Problems to practise on")
+    num_iterations: int = Field(10, ge=0, description="Rollout-score-update rounds; 0 skips this stage")
+    prompts_per_iteration: int = Field(64, ge=1, description="Prompts (groups) per iteration")
+    group_size: int = Field(8, ge=2, description="Completions per prompt; 1 leaves nothing to compare with")
+    sampling: SamplingConfig = Field(default_factory=SamplingConfig, description="How rollouts are sampled")
+    rewards: tuple[RewardConfig, ...] = Field(
+        (RewardConfig(fn="exact_number"),), min_length=1, description="Reward functions, summed with their weights"
+    )
+    advantage: FunctionConfig = Field(FunctionConfig(fn="group_zscore"), description="Rewards of a group -> advantages")
+    loss: FunctionConfig = Field(FunctionConfig(fn="grpo"), description="Per-token policy loss")
+    minibatches: int = Field(1, ge=1, description="Optimizer steps per rollout set, each on its share of the groups")
+    optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig, description="Optimizer of this stage")
+    checkpoint_every: int = Field(10, ge=1, description="Policy versions between snapshots of the train state")
+
+    @model_validator(mode="after")
+    def _rollouts_follow_the_policy(self) -> GrpoConfig:
+        if self.sampling.top_p < 1 or self.sampling.top_k > 0:
+            raise ValueError(
+                f"sampling.top_p is {self.sampling.top_p} and sampling.top_k is {self.sampling.top_k}; training rollouts "
+                "need top_p=1 and top_k=0, else generator_logprobs are not those of the policy"
+            )
+        if self.sampling.temperature == 0:
+            raise ValueError("sampling.temperature is 0; training rollouts must be sampled, use 1.0")
+        if self.minibatches > self.prompts_per_iteration:
+            raise ValueError(
+                f"minibatches is {self.minibatches}, more than prompts_per_iteration ({self.prompts_per_iteration}); "
+                "every minibatch needs at least one group"
+            )
+        return self
+
+
+class EvalConfig(Settings):
+    """A named evaluation on held-out problems."""
+
+    name: str = Field("heldout", pattern=r"^[a-z0-9_-]+$", description="Name in paths and metrics")
+    dataset: DatasetConfig = Field(
+        DatasetConfig(fn="arithmetic", kwargs={"split": "test"}), description="Held-out problems"
+    )
+    num_examples: int = Field(200, ge=1, description="Problems evaluated, the first ones of the dataset")
+    max_tokens: int = Field(16, ge=1, description="Longest completion, tokens")
+    pass_k: int = Field(4, ge=1, description="k of pass@k; also the number of completions sampled per problem")
+    temperature: float = Field(1.0, gt=0, description="Temperature of the pass@k samples; accuracy itself is greedy")
+    reward: FunctionConfig = Field(FunctionConfig(fn="exact_number"), description="A completion is right at reward 1")
+
+
+class WarmthConfig(Settings):
+    """Which stage processes stay alive between jobs. The bytes they publish are the same either way."""
+
+    trainer: bool = Field(True, description="Keep model and optimizer in memory between updates")
+    generator: bool = Field(True, description="Keep the vLLM engine in memory between rollouts")
+    scorer: bool = Field(True, description="Keep the scoring process alive")
+
+
+class RunConfig(Settings):
+    """What every run has, whichever stages it goes through."""
+
+    name: str = Field("policy", pattern=r"^[a-z0-9][a-z0-9_-]*$", description="Published as {root}/published/{name}")
+    root: str = Field(".forge/store", description="Where artifacts live: a directory or any fsspec URI (s3://bucket/x)")
+    seed: int = Field(0, ge=0, description="Seed of initialisation, data order and sampling")
+    policy: PolicyConfig = Field(default_factory=PolicyConfig, description="The starting policy")
+    evals: tuple[EvalConfig, ...] = Field((EvalConfig(),), description="Held-out evaluations")
+    trainer: TrainerConfig = Field(default_factory=TrainerConfig, description="The training engine")
+    generator: GeneratorConfig = Field(default_factory=GeneratorConfig, description="The sampling engine")
+    keep_warm: WarmthConfig = Field(default_factory=WarmthConfig, description="Processes that stay alive between jobs")
+    single_writer: bool = Field(
+        False, description="Accept a store that ignores create-only writes, because nothing else writes to it"
+    )
+
+
+class SftRunConfig(RunConfig):
+    """Start policy -> SFT -> evaluation -> publication."""
+
+    sft: SftConfig = Field(default_factory=SftConfig, description="Supervised fine-tuning")
+
+
+class GrpoRunConfig(RunConfig):
+    """Start policy -> GRPO iterations -> evaluation -> publication."""
+
+    grpo: GrpoConfig = Field(default_factory=GrpoConfig, description="Reinforcement learning")
+
+
+class PostTrainConfig(SftRunConfig, GrpoRunConfig):
+    """A whole run: start policy -> SFT -> GRPO iterations -> publication, evaluated after each."""
+
+
+Config = TypeVar("Config", bound=RunConfig)
+
+
+def load_config(path: str | Path, model: type[Config]) -> Config:
+    """The config in a YAML file; raises ValueError naming the file and every wrong field."""
+    try:
+        return model.model_validate(yaml.safe_load(Path(path).read_text()) or {})
+    except (OSError, yaml.YAMLError, ValueError) as error:
+        raise ValueError(f"cannot load config {path}: {error}") from error
+
+
+def read_yaml(path: str) -> dict[str, JsonValue]:
+    """The plain content of a YAML file as `{"values": ...}`: the build step that `prefect.yaml` fills parameters with."""
+    return {"values": yaml.safe_load(Path(path).read_text())}

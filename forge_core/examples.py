@@ -1,0 +1,90 @@
+"""The problems a policy is trained and judged on, and the order they are taken in."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Literal
+
+from pydantic import JsonValue, ValidationError
+
+from forge_core.config import Settings
+from forge_core.seeds import derive_seed
+
+
+class Message(Settings):
+    """One turn of a chat."""
+
+    role: Literal["system", "user", "assistant", "tool"]
+    content: str
+
+
+class Example(Settings):
+    """One problem: a conversation, the right answer, and whatever its reward functions need to know.
+
+    A conversation that ends with an assistant turn can be learned by SFT; as a problem its `prompt` stops before it.
+    """
+
+    id: str
+    messages: tuple[Message, ...]
+    answer: str | None = None
+    metadata: dict[str, JsonValue] = {}
+
+    @property
+    def prompt(self) -> list[dict[str, str]]:
+        """The turns shown to the policy: everything before a final assistant turn."""
+        turns = self.messages[:-1] if self.messages[-1].role == "assistant" else self.messages
+        return [turn.model_dump() for turn in turns]
+
+    @property
+    def conversation(self) -> list[dict[str, str]]:
+        """All turns, for SFT; raises ValueError when there is no assistant turn to learn."""
+        if self.messages[-1].role != "assistant":
+            raise ValueError(f"example {self.id} has no final assistant turn, so SFT has nothing to learn from it")
+        return [turn.model_dump() for turn in self.messages]
+
+
+def write_examples(examples: Iterable[Example], path: Path) -> int:
+    """Write JSON lines and return their number. Raises ValueError for a repeated id or an example without turns."""
+    seen: set[str] = set()
+    with path.open("w") as file:
+        for example in examples:
+            if example.id in seen:
+                raise ValueError(f"example id {example.id!r} occurs twice in the dataset; ids must be unique")
+            if not example.prompt:
+                raise ValueError(f"example {example.id} has no user turn; give it at least one message")
+            seen.add(example.id)
+            file.write(example.model_dump_json() + "\n")
+    return len(seen)
+
+
+def read_examples(path: Path) -> list[Example]:
+    """The examples of a JSON-lines file; raises ValueError with the line that is not one."""
+    examples = []
+    for number, line in enumerate(path.read_text().splitlines(), start=1):
+        try:
+            examples.append(Example.model_validate(json.loads(line)))
+        except (ValueError, ValidationError) as error:
+            raise ValueError(f"{path}:{number} is not an example: {error}") from error
+    return examples
+
+
+def take(num_total: int, *, start: int, count: int, seed: int, digest: str) -> list[int]:
+    """Indices `start` to `start + count` of an endless shuffled stream over `num_total` examples.
+
+    Each epoch is a fresh permutation. The stream is a pure function of (seed, digest), so there is no loader state:
+    iteration k takes the window that starts at k * count.
+    """
+
+    def permutation(epoch: int) -> Sequence[int]:
+        order = list(range(num_total))
+        random.Random(derive_seed("order", seed, digest, epoch)).shuffle(order)
+        return order
+
+    epochs = {epoch: permutation(epoch) for epoch in range(start // num_total, (start + count - 1) // num_total + 1)}
+    return [epochs[position // num_total][position % num_total] for position in range(start, start + count)]
+
+
+Reward = Callable[[str, Example], float | None]

@@ -1,0 +1,113 @@
+"""Functions named in a config: rewards, advantages, losses and datasets, built in or the user's own.
+
+A name is a built-in short name or `package.module:function`. `check_function` reads the source without importing it, so
+a wrong name or keyword fails while the config is loaded, before torch or any engine starts; `load_function` imports it
+in the stage process that calls it.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import functools
+import hashlib
+import importlib
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal
+
+from forge_core.config import FunctionConfig
+
+Role = Literal["reward", "advantage", "loss", "dataset"]
+
+BUILT_INS: dict[Role, dict[str, str]] = {
+    "reward": {
+        "exact_number": "forge_core.rewards.numbers:exact_number",
+        "reasoning_gym": "forge_core.rewards.gym:reasoning_gym",
+    },
+    "advantage": {
+        "group_zscore": "forge_core.advantages:group_zscore",
+        "group_mean": "forge_core.advantages:group_mean",
+        "leave_one_out": "forge_core.advantages:leave_one_out",
+    },
+    "loss": {"grpo": "forge_core.losses:grpo"},
+    "dataset": {
+        "arithmetic": "forge_core.datasets:arithmetic",
+        "reasoning_gym": "forge_core.datasets:reasoning_gym",
+        "jsonl": "forge_core.datasets:jsonl",
+    },
+}
+_POSITIONAL: dict[Role, int] = {"reward": 2, "advantage": 1, "loss": 1, "dataset": 0}
+_EXPECTED: dict[Role, str] = {
+    "reward": "(completion: str, example: Example, **settings) -> float | None",
+    "advantage": "(rewards: Tensor, **settings) -> Tensor",
+    "loss": "(inputs: LossInputs, **settings) -> LossOutput",
+    "dataset": "(**settings) -> Iterator[Example]",
+}
+
+
+def import_string(name: str, role: Role) -> str:
+    """`package.module:function` for a short or full name; raises ValueError naming the close matches."""
+    if ":" in name:
+        return name
+    if name in BUILT_INS[role]:
+        return BUILT_INS[role][name]
+    close = difflib.get_close_matches(name, BUILT_INS[role], n=3) or sorted(BUILT_INS[role])
+    raise ValueError(f"{role} is {name!r}, not a built-in ({', '.join(close)}) and not of the form package.module:function")
+
+
+def check_function(config: FunctionConfig, role: Role) -> None:
+    """Raise ValueError when the function does not exist or cannot be called as a `role` with these keyword arguments."""
+    arguments = _definition(import_string(config.fn, role), role).args
+    positional = [*arguments.posonlyargs, *arguments.args]
+    num_required = len(positional) - len(arguments.defaults)
+    wanted = _POSITIONAL[role]
+    settings = [argument.arg for argument in [*positional[wanted:], *arguments.kwonlyargs]]
+    required = [argument.arg for argument in positional[wanted:num_required]]
+    required += [a.arg for a, d in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True) if d is None]
+    expected = f"a {role} has the signature {_EXPECTED[role]}"
+    if len(positional) < wanted:
+        raise ValueError(f"{role} {config.fn} takes {len(positional)} positional arguments; {expected}")
+    for name in config.kwargs:
+        if name not in settings and arguments.kwarg is None:
+            close = difflib.get_close_matches(name, settings, n=3) or settings
+            raise ValueError(f"{role} {config.fn} has no setting {name!r}; it has {', '.join(close) or 'none'}")
+    missing = [name for name in required if name not in config.kwargs]
+    if missing:
+        raise ValueError(f"{role} {config.fn} needs kwargs {', '.join(missing)}; {expected}")
+
+
+def source_sha256(config: FunctionConfig, role: Role) -> str:
+    """SHA-256 of the file that defines the function: an edited reward is another reward."""
+    path, _ = _locate(import_string(config.fn, role), role)
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def load_function(config: FunctionConfig, role: Role) -> Callable:
+    """The function itself with its keyword arguments bound. Imports the module that defines it."""
+    module_name, function_name = import_string(config.fn, role).split(":")
+    return functools.partial(getattr(importlib.import_module(module_name), function_name), **config.kwargs)
+
+
+def _locate(full_name: str, role: Role) -> tuple[Path, str]:
+    module_name, _, function_name = full_name.partition(":")
+    try:
+        spec = importlib.util.find_spec(module_name)
+    except (ImportError, ValueError):
+        spec = None
+    if spec is None or spec.origin is None or not function_name:
+        raise ValueError(
+            f"{role} is {full_name!r}, but no module {module_name!r} can be imported; install its package in this "
+            "environment or put its directory on PYTHONPATH"
+        )
+    return Path(spec.origin), function_name
+
+
+def _definition(full_name: str, role: Role) -> ast.FunctionDef:
+    path, function_name = _locate(full_name, role)
+    functions = {node.name: node for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef)}
+    if function_name not in functions:
+        close = difflib.get_close_matches(function_name, functions, n=3) or sorted(functions)
+        raise ValueError(f"{role} is {full_name!r}, but {path} defines no such function; it has {', '.join(close)}")
+    return functions[function_name]

@@ -1,0 +1,242 @@
+"""The vLLM engine: prompts in, completions with their log-probs out. No other file imports vllm.
+
+Reproducible by construction: every completion is sampled with its own seed, so it does not depend on its neighbours in
+the batch, on the order of the prompts or on what was generated before. Weights are swapped in place between versions.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import gc
+import json
+import logging
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+
+def _prepare_environment() -> None:
+    """Set what vLLM reads from the environment while it is imported; what the user has set stays."""
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    os.environ.setdefault("VLLM_DO_NOT_TRACK", "1")
+    # The engine inside this process: no second process to start or to lose, and its scheduling is deterministic.
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    # torchao warns about each CUDA extension that a CPU build of torch cannot load.
+    logging.getLogger("torchao").setLevel(logging.ERROR)
+    if not torch.cuda.is_available():
+        # The default binds all threads to one core of a small machine.
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
+
+
+_prepare_environment()
+
+from vllm import LLM, EngineArgs, SamplingParams  # noqa: E402  (reads the environment prepared above)
+from vllm.outputs import CompletionOutput  # noqa: E402
+
+from forge_core.config import GeneratorConfig, SamplingConfig  # noqa: E402
+from forge_core.policies import read_tensor_headers  # noqa: E402
+from forge_core.seeds import derive_seed  # noqa: E402
+
+# Engine arguments that have a setting of ours, or that the algorithms rely on.
+RESERVED_ENGINE_ARGS = {
+    "model": "set policy.uri",
+    "tokenizer": "set policy.uri",
+    "seed": "set seed",
+    "dtype": "set generator.dtype",
+    "max_num_seqs": "set generator.max_num_seqs",
+    "max_model_len": "set generator.max_model_len",
+    "logprobs_mode": "it stays processed_logprobs: the loss needs log-probs at the sampling temperature",
+}
+LOWEST_TEMPERATURE = 0.01  # vLLM raises anything lower to this value, 0 apart
+# Fields of config.json that do not change what the weights compute.
+COSMETIC_CONFIG = ("_name_or_path", "dtype", "torch_dtype", "transformers_version", "use_cache", "architectures")
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One sampled completion, exactly as the engine returned it.
+
+    `token_ids` include the end-of-turn token that ended it, or the tokens of the stop string; `text` leaves both out.
+    `logprobs` has one number per token: the log-prob under the distribution it was sampled from, temperature included.
+    It is nan where the engine gave none, never a made-up number: the caller drops such a completion and counts it.
+    """
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    finish_reason: Literal["stop", "length"]
+    text: str
+
+
+class Generator:
+    """A vLLM engine that serves one policy at a time."""
+
+    def __init__(self, hf_dir: Path, *, config: GeneratorConfig, seed: int) -> None:
+        self._config = config
+        self._served = _PolicyLayout.read(hf_dir)
+        self._llm: LLM | None = LLM(**_engine_args(hf_dir, config, seed))
+
+    def load_policy(self, hf_dir: Path) -> None:
+        """Serve the weights in `hf_dir` from now on, in place; nothing computed with the old ones is used again.
+
+        Raises ValueError before anything changes when a tensor is missing, unexpected or of another shape, or when the
+        architecture differs: the old weights stay served.
+        """
+        layout = _PolicyLayout.read(hf_dir)
+        self._served.require_same(layout)
+        llm = self._engine()
+        self._llm = None  # until the swap is complete there is nothing that may be served
+        llm.collective_rpc("reload_weights", kwargs={"weights_path": str(hf_dir)})
+        if not llm.reset_prefix_cache():
+            raise RuntimeError(f"vLLM kept its prefix cache after loading {hf_dir}; start a new generator")
+        self._llm, self._served = llm, layout
+
+    def generate(
+        self, prompts: list[list[int]], *, num_completions: int, sampling: SamplingConfig, seeds: list[int]
+    ) -> list[list[Completion]]:
+        """`num_completions` completions of every prompt; `seeds[i]` decides those of `prompts[i]`, and nothing else does.
+
+        Raises ValueError for a prompt that leaves no room for `sampling.max_tokens`.
+        """
+        if len(seeds) != len(prompts):
+            raise ValueError(f"{len(prompts)} prompts came with {len(seeds)} seeds; give one seed per prompt")
+        _check_prompts(prompts, sampling.max_tokens, self._config.max_model_len)
+        outputs = self._engine().generate(
+            [{"prompt_token_ids": prompt} for prompt in prompts],
+            [_sampling_params(sampling, num_completions, seed) for seed in seeds],
+            use_tqdm=False,
+        )
+        return [[_completion(output) for output in request.outputs] for request in outputs]
+
+    def close(self) -> None:
+        """Free the engine and its memory; a closed generator cannot be used again."""
+        self._llm = None
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+    def _engine(self) -> LLM:
+        if self._llm is None:
+            raise RuntimeError("the generator is closed, or a weight swap failed half-way; start a new generator")
+        return self._llm
+
+
+def _engine_args(hf_dir: Path, config: GeneratorConfig, seed: int) -> dict[str, object]:
+    """Arguments of the engine, `config.overrides` checked and included."""
+    known = {field.name for field in dataclasses.fields(EngineArgs)}
+    for name in config.overrides:
+        if name in RESERVED_ENGINE_ARGS:
+            raise ValueError(f"generator.overrides sets {name}; {RESERVED_ENGINE_ARGS[name]}")
+        if name not in known:
+            close = difflib.get_close_matches(name, known)
+            hint = f"did you mean {' or '.join(close)}?" if close else "see vLLM's EngineArgs for the names"
+            raise ValueError(f"generator.overrides sets {name}, which vLLM does not have; {hint}")
+    on_gpu = torch.cuda.is_available()
+    args: dict[str, object] = {
+        "model": str(hf_dir),
+        "dtype": ("bfloat16" if on_gpu else "float32") if config.dtype == "auto" else config.dtype,
+        "seed": seed % 2**32,  # vLLM seeds NumPy with it; samples take their own seeds
+        "max_num_seqs": config.max_num_seqs,
+        "max_model_len": config.max_model_len,
+        "logprobs_mode": "processed_logprobs",
+    }
+    if not on_gpu:
+        # Nothing is compiled for a CPU: a small policy would spend minutes to gain nothing.
+        args |= {"enforce_eager": True, "distributed_executor_backend": "uni"}
+    return args | config.overrides
+
+
+def _check_prompts(prompts: Sequence[Sequence[int]], max_tokens: int, max_model_len: int) -> None:
+    room = max_model_len - max_tokens
+    for index, prompt in enumerate(prompts):
+        if not prompt:
+            raise ValueError(f"prompt {index} is empty; a policy needs at least one token to continue")
+        if len(prompt) > room:
+            raise ValueError(
+                f"prompt {index} has {len(prompt)} tokens; with sampling.max_tokens={max_tokens} and "
+                f"generator.max_model_len={max_model_len} at most {room} fit: raise generator.max_model_len, lower "
+                "sampling.max_tokens or drop the prompt"
+            )
+
+
+def _sampling_params(sampling: SamplingConfig, num_completions: int, seed: int) -> SamplingParams:
+    if 0 < sampling.temperature < LOWEST_TEMPERATURE:
+        raise ValueError(
+            f"sampling.temperature is {sampling.temperature}; vLLM samples at no less than {LOWEST_TEMPERATURE}, "
+            "use 0 for greedy"
+        )
+    return SamplingParams(
+        n=num_completions,
+        # vLLM gives sample i of a request the seed s + i: hashed, the ranges of neighbouring seeds do not overlap.
+        seed=derive_seed("completions", seed),
+        max_tokens=sampling.max_tokens,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        stop=list(sampling.stop),
+        logprobs=0,  # of the sampled token alone
+    )
+
+
+def _completion(output: CompletionOutput) -> Completion:
+    if output.finish_reason not in ("stop", "length"):
+        raise RuntimeError(f"vLLM ended a completion with {output.finish_reason}; see its log")
+    return Completion(
+        token_ids=tuple(output.token_ids),
+        logprobs=_sampled_logprobs(output.token_ids, output.logprobs),
+        finish_reason=output.finish_reason,
+        text=output.text,
+    )
+
+
+def _sampled_logprobs(token_ids: Sequence[int], logprobs: Sequence[Mapping | None] | None) -> tuple[float, ...]:
+    """The log-prob of each sampled token, nan where vLLM returned none."""
+    rows = list(logprobs or [])
+    rows += [None] * (len(token_ids) - len(rows))
+    found = [row.get(token_id) if row else None for token_id, row in zip(token_ids, rows, strict=True)]
+    return tuple(math.nan if entry is None or entry.logprob is None else float(entry.logprob) for entry in found)
+
+
+@dataclass(frozen=True)
+class _PolicyLayout:
+    """What two policies must share for their weights to be exchanged in a running engine."""
+
+    hf_dir: Path
+    tensors: dict[str, tuple[str, tuple[int, ...]]]
+    config: dict[str, object]
+
+    @classmethod
+    def read(cls, hf_dir: Path) -> _PolicyLayout:
+        """The layout of a policy; raises ValueError when a file is missing or broken."""
+        if not (hf_dir / "config.json").is_file():
+            raise ValueError(f"{hf_dir} has no config.json; give a directory in Hugging Face layout")
+        config = json.loads((hf_dir / "config.json").read_text())
+        tensors = read_tensor_headers(hf_dir)
+        if config.get("tie_word_embeddings"):
+            tensors.pop("lm_head.weight", None)  # a copy of the embeddings that some writers store as well
+        return cls(hf_dir, tensors, {key: value for key, value in config.items() if key not in COSMETIC_CONFIG})
+
+    def require_same(self, other: _PolicyLayout) -> None:
+        """Raises ValueError naming the first tensor or setting in which `other` differs."""
+        for name in sorted(self.tensors.keys() | other.tensors.keys()):
+            served, offered = self.tensors.get(name), other.tensors.get(name)
+            if served is None or offered is None:
+                problem = "has an unexpected tensor" if served is None else "lacks the tensor"
+                raise ValueError(f"{other.hf_dir} {problem} {name}; {self.hf_dir} stays served")
+            if served[1] != offered[1]:
+                raise ValueError(
+                    f"{other.hf_dir} has {name} with shape {offered[1]}, not {served[1]}; {self.hf_dir} stays served"
+                )
+        for key in sorted(self.config.keys() | other.config.keys()):
+            if self.config.get(key) != other.config.get(key):
+                raise ValueError(
+                    f"{other.hf_dir} has {key}={other.config.get(key)} in config.json, not {self.config.get(key)}; "
+                    "start a new generator for another architecture"
+                )

@@ -1,0 +1,180 @@
+"""Jobs: everything a stage needs to know, as one JSON object that can be rerun by hand."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from typing import ClassVar, Literal
+
+from pydantic import Field, JsonValue, TypeAdapter
+
+from forge_core.artifacts import Kind, Ref, sha256_json
+from forge_core.config import (
+    DatasetConfig,
+    EvalConfig,
+    FunctionConfig,
+    GeneratorConfig,
+    OptimizerConfig,
+    PolicyConfig,
+    RewardConfig,
+    SamplingConfig,
+    Settings,
+    TrainerConfig,
+)
+
+# Bump a stage's number when its code changes what it computes: committed outputs of older code then count as another job.
+STAGE_VERSIONS = {"dataset": 1, "start": 1, "sft": 1, "rollout": 1, "score": 1, "update": 1, "evaluate": 1}
+
+
+def software_versions(*packages: str) -> dict[str, str]:
+    """Installed versions of the packages that decide a stage's result, without importing them."""
+    found = {}
+    for package in packages:
+        for name in (package, f"{package}-cpu"):
+            try:
+                found[package] = importlib.metadata.version(name)
+                break
+            except importlib.metadata.PackageNotFoundError:
+                continue
+    return found
+
+
+class StageJob(Settings):
+    """What every job has. Its digest covers all that decides the result, and nothing else."""
+
+    role: ClassVar[Literal["trainer", "generator", "scorer"]]
+    kind: ClassVar[Kind]
+    packages: ClassVar[tuple[str, ...]] = ()
+    # Fields that say where and how often, not what.
+    not_identity: ClassVar[frozenset[str]] = frozenset({"output"})
+
+    stage: str
+    output: str = Field(description="URI of the artifact to commit")
+
+    @property
+    def inputs(self) -> dict[str, Ref]:
+        """The artifacts this job reads, by name."""
+        fields = {name: getattr(self, name) for name in type(self).model_fields}
+        return {name: value for name, value in fields.items() if isinstance(value, Ref)}
+
+    @property
+    def software(self) -> dict[str, str]:
+        """Versions recorded in the manifest and covered by the digest."""
+        return software_versions(*self.packages) | {"stage": str(STAGE_VERSIONS[self.stage])}
+
+    def as_json(self) -> dict[str, JsonValue]:
+        """The job as plain JSON, for manifests and job files."""
+        return self.model_dump(mode="json")
+
+    def digest(self) -> str:
+        """SHA-256 of the job's identity: inputs count by digest, not by where they lie."""
+        identity = {name: value for name, value in self.as_json().items() if name not in self.not_identity}
+        identity |= {name: ref.digest for name, ref in self.inputs.items()}
+        return sha256_json([identity, self.software])
+
+
+class DatasetJob(StageJob):
+    """Materialise a dataset as JSON lines, so that every later job names it by digest."""
+
+    role = "scorer"
+    kind = "dataset"
+    packages = ("reasoning-gym",)
+    stage: Literal["dataset"] = "dataset"
+    dataset: DatasetConfig
+    source_sha256: str
+
+
+class StartJob(StageJob):
+    """Build or import the starting policy."""
+
+    role = "scorer"
+    kind = "policy"
+    packages = ("torch", "transformers")
+    stage: Literal["start"] = "start"
+    policy: PolicyConfig
+    seed: int
+
+
+class SftJob(StageJob):
+    """Supervised fine-tuning of a policy."""
+
+    role = "trainer"
+    kind = "policy"
+    packages = ("torch", "torchtitan", "transformers")
+    stage: Literal["sft"] = "sft"
+    policy: Ref
+    dataset: Ref
+    num_steps: int
+    batch_size: int
+    optimizer: OptimizerConfig
+    trainer: TrainerConfig
+    seed: int
+
+
+class RolloutJob(StageJob):
+    """Sample groups of completions from a policy."""
+
+    role = "generator"
+    kind = "rollouts"
+    packages = ("torch", "vllm", "transformers")
+    stage: Literal["rollout"] = "rollout"
+    policy: Ref
+    dataset: Ref
+    iteration: int
+    num_prompts: int
+    group_size: int
+    sampling: SamplingConfig
+    generator: GeneratorConfig
+    seed: int
+
+
+class ScoreJob(StageJob):
+    """Rewards and advantages of a rollout set."""
+
+    role = "scorer"
+    kind = "scored"
+    packages = ("torch", "math-verify", "reasoning-gym")
+    stage: Literal["score"] = "score"
+    rollouts: Ref
+    rewards: tuple[RewardConfig, ...]
+    advantage: FunctionConfig
+    source_sha256: dict[str, str]
+
+
+class UpdateJob(StageJob):
+    """One policy version forward: policy[k + 1] = update(policy[k], scored[k])."""
+
+    role = "trainer"
+    kind = "policy"
+    packages = ("torch", "torchtitan", "transformers")
+    not_identity = frozenset({"output", "snapshot_output"})
+    stage: Literal["update"] = "update"
+    policy: Ref
+    scored: Ref
+    loss: FunctionConfig
+    source_sha256: str
+    minibatches: int
+    optimizer: OptimizerConfig
+    total_steps: int = Field(description="Optimizer steps of the whole run, 0 when the schedule does not depend on it")
+    temperature: float
+    trainer: TrainerConfig
+    seed: int
+    snapshot_output: str | None = Field(None, description="URI for a snapshot of the train state after this update")
+
+
+class EvaluateJob(StageJob):
+    """Accuracy of a policy on held-out problems."""
+
+    role = "generator"
+    kind = "eval"
+    packages = ("torch", "vllm", "transformers", "math-verify", "reasoning-gym")
+    stage: Literal["evaluate"] = "evaluate"
+    policy: Ref
+    dataset: Ref
+    evaluation: EvalConfig
+    generator: GeneratorConfig
+    source_sha256: str
+    seed: int
+
+
+Job = DatasetJob | StartJob | SftJob | RolloutJob | ScoreJob | UpdateJob | EvaluateJob
+parse_job = TypeAdapter(Job).validate_python

@@ -1,0 +1,149 @@
+"""From a run's config to the job of each stage: pure functions, evaluated in the flow process."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from forge_core import storage
+from forge_core.artifacts import Ref, sha256_json
+from forge_core.config import DatasetConfig, EvalConfig, GrpoConfig, GrpoRunConfig, RunConfig, SftConfig, SftRunConfig
+from forge_core.functions import check_function, source_sha256
+from forge_core.jobs import DatasetJob, EvaluateJob, RolloutJob, ScoreJob, SftJob, StartJob, UpdateJob
+from forge_core.policy_uri import validate_policy_uri
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The jobs of one run. Policy versions are numbered v0000 (start), then one per SFT and per GRPO update."""
+
+    config: RunConfig
+    run_id: str
+
+    @property
+    def run_uri(self) -> str:
+        """Prefix of everything this run writes."""
+        return f"{storage.absolute_uri(self.config.root)}/{self.run_id}"
+
+    @property
+    def sft_config(self) -> SftConfig | None:
+        """Settings of supervised fine-tuning, None when this run has none."""
+        config = self.config
+        return config.sft if isinstance(config, SftRunConfig) and config.sft.num_steps > 0 else None
+
+    @property
+    def grpo_config(self) -> GrpoConfig | None:
+        """Settings of reinforcement learning, None when this run has none."""
+        config = self.config
+        return config.grpo if isinstance(config, GrpoRunConfig) and config.grpo.num_iterations > 0 else None
+
+    def check(self) -> None:
+        """Raise ValueError for whatever can be known to be wrong before a process starts."""
+        config = self.config
+        validate_policy_uri(config.policy.uri)
+        for evaluation in config.evals:
+            check_function(evaluation.dataset, "dataset")
+            check_function(evaluation.reward, "reward")
+        if (sft := self.sft_config) is not None:
+            check_function(sft.dataset, "dataset")
+        if (grpo := self.grpo_config) is not None:
+            check_function(grpo.dataset, "dataset")
+            for reward in grpo.rewards:
+                check_function(reward, "reward")
+            check_function(grpo.advantage, "advantage")
+            check_function(grpo.loss, "loss")
+        storage.require_exclusive_create(config.root, single_writer=config.single_writer)
+
+    def dataset(self, dataset: DatasetConfig) -> DatasetJob:
+        """Materialise one dataset; equal datasets of a run share the artifact."""
+        source = source_sha256(dataset, "dataset")
+        name = f"{dataset.fn.rpartition(':')[2]}-{sha256_json(dataset.model_dump(mode='json'))[:8]}"
+        return DatasetJob(output=f"{self.run_uri}/datasets/{name}", dataset=dataset, source_sha256=source)
+
+    def start(self) -> StartJob:
+        """The starting policy, v0000."""
+        return StartJob(output=self._policy_uri(0), policy=self.config.policy, seed=self.config.seed)
+
+    def sft(self, policy: Ref, dataset: Ref) -> SftJob:
+        """Supervised fine-tuning, v0000 -> v0001."""
+        sft = self.sft_config
+        assert sft is not None
+        return SftJob(
+            output=self._policy_uri(1),
+            policy=policy,
+            dataset=dataset,
+            num_steps=sft.num_steps,
+            batch_size=sft.batch_size,
+            optimizer=sft.optimizer,
+            trainer=self.config.trainer,
+            seed=self.config.seed,
+        )
+
+    def rollout(self, policy: Ref, dataset: Ref, iteration: int) -> RolloutJob:
+        """Groups of completions for GRPO iteration `iteration` (0-based)."""
+        grpo = self.grpo_config
+        assert grpo is not None
+        return RolloutJob(
+            output=f"{self.run_uri}/rollouts/v{self.version(iteration):04d}",
+            policy=policy,
+            dataset=dataset,
+            iteration=iteration,
+            num_prompts=grpo.prompts_per_iteration,
+            group_size=grpo.group_size,
+            sampling=grpo.sampling,
+            generator=self.config.generator,
+            seed=self.config.seed,
+        )
+
+    def score(self, rollouts: Ref, iteration: int) -> ScoreJob:
+        """Rewards and advantages of a rollout set."""
+        grpo = self.grpo_config
+        assert grpo is not None
+        sources = {reward.fn: source_sha256(reward, "reward") for reward in grpo.rewards}
+        return ScoreJob(
+            output=f"{self.run_uri}/scored/v{self.version(iteration):04d}",
+            rollouts=rollouts,
+            rewards=grpo.rewards,
+            advantage=grpo.advantage,
+            source_sha256=sources | {grpo.advantage.fn: source_sha256(grpo.advantage, "advantage")},
+        )
+
+    def update(self, policy: Ref, scored: Ref, iteration: int) -> UpdateJob:
+        """The policy after GRPO iteration `iteration`."""
+        grpo, version = self.grpo_config, self.version(iteration) + 1
+        assert grpo is not None
+        is_snapshot = version % grpo.checkpoint_every == 0
+        needs_horizon = grpo.optimizer.schedule != "constant"
+        return UpdateJob(
+            output=self._policy_uri(version),
+            policy=policy,
+            scored=scored,
+            loss=grpo.loss,
+            source_sha256=source_sha256(grpo.loss, "loss"),
+            minibatches=grpo.minibatches,
+            optimizer=grpo.optimizer,
+            total_steps=grpo.num_iterations * grpo.minibatches if needs_horizon else 0,
+            temperature=grpo.sampling.temperature,
+            trainer=self.config.trainer,
+            seed=self.config.seed,
+            snapshot_output=f"{self.run_uri}/train_states/v{version:04d}" if is_snapshot else None,
+        )
+
+    def evaluate(self, policy: Ref, dataset: Ref, evaluation: EvalConfig) -> EvaluateJob:
+        """Accuracy of a policy version under one named evaluation."""
+        version = policy.uri.rpartition("/")[2]
+        return EvaluateJob(
+            output=f"{self.run_uri}/evals/{version}/{evaluation.name}",
+            policy=policy,
+            dataset=dataset,
+            evaluation=evaluation,
+            generator=self.config.generator,
+            source_sha256=source_sha256(evaluation.reward, "reward"),
+            seed=self.config.seed,
+        )
+
+    def version(self, iteration: int) -> int:
+        """Version of the policy that GRPO iteration `iteration` starts from."""
+        return iteration + int(self.sft_config is not None)
+
+    def _policy_uri(self, version: int) -> str:
+        return f"{self.run_uri}/policies/v{version:04d}"

@@ -1,0 +1,61 @@
+"""Checks a `policy.uri` without importing torch or transformers: a flow refuses it before any engine starts."""
+
+from __future__ import annotations
+
+import difflib
+import re
+
+import fsspec
+
+from forge_core import storage
+
+# org/name with an optional branch, tag or commit, the form huggingface_hub accepts.
+HF_URI = re.compile(r"^hf://(?P<repo>[\w.-]+/[\w.-]+)(@(?P<revision>[\w./-]+))?$")
+FRESH_URI = "fresh://qwen3"
+SUPPORTED_URIS = "fresh://qwen3, hf://org/name[@revision], a Hugging Face directory or a .gguf file"
+
+
+def validate_policy_uri(uri: str) -> None:
+    """Raises ValueError unless `uri` has a known form and, where that is cheap to see, something to load.
+
+    A hub name is checked for its form only; a directory must hold a config.json; a .gguf file must exist.
+    """
+    if uri == FRESH_URI or HF_URI.match(uri):
+        return
+    if uri.startswith("fresh://"):
+        raise policy_error(uri, "names no built-in shape", f"use {FRESH_URI} and set policy.fresh for its sizes")
+    if uri.startswith("hf://"):
+        raise policy_error(uri, "is not a model on the Hugging Face hub", "write hf://org/name or hf://org/name@revision")
+    _check_scheme(uri)
+    try:
+        _check_content(uri)
+    except (ImportError, OSError) as error:
+        raise policy_error(uri, f"cannot be read ({error})", "check the path, the credentials and the network") from error
+
+
+def policy_error(uri: str, problem: str, remedy: str) -> ValueError:
+    """The error for a policy that cannot be used, with any credentials in the URI left out."""
+    shown = re.sub(r"://[^/@]+@", "://***@", uri)
+    return ValueError(f"policy.uri is {shown}, which {problem}; {remedy}")
+
+
+def _check_scheme(uri: str) -> None:
+    protocol = uri.split("://")[0] if "://" in uri else "file"
+    known = fsspec.available_protocols()
+    if protocol not in known:
+        close = difflib.get_close_matches(protocol, ["fresh", *known])
+        hint = f"did you mean {' or '.join(close)}?" if close else f"use {SUPPORTED_URIS}"
+        raise policy_error(uri, f"has the unknown scheme {protocol}", hint)
+
+
+def _check_content(uri: str) -> None:
+    fs, path = storage.filesystem(uri)
+    if uri.endswith(".gguf"):
+        if not fs.isfile(path):
+            raise policy_error(uri, "does not exist or is not a file", "check the path and the credentials")
+    elif storage.exists(f"{uri}/manifest.json"):
+        raise policy_error(uri, "is a policy version of a run", "give the hf directory that its manifest.json lists")
+    elif not fs.exists(path):
+        raise policy_error(uri, "does not exist", f"check the path and the credentials, or use {SUPPORTED_URIS}")
+    elif not storage.exists(f"{uri}/config.json"):
+        raise policy_error(uri, "has no config.json", "give a directory written by save_pretrained, or a .gguf file")

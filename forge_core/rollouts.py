@@ -1,0 +1,92 @@
+"""Rollouts on disk: numbers in safetensors, words in JSON lines, and rewards that refer to them without copying."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from forge_core.artifacts import ArtifactError
+from forge_core.examples import Example
+
+
+@dataclass(frozen=True)
+class RolloutTexts:
+    """The words of one completion."""
+
+    example: Example
+    completion: str
+    finish_reason: str
+
+
+@dataclass(frozen=True)
+class Rollouts:
+    """N completions sampled from one policy version, as the engine returned them.
+
+    Completion i is `token_ids[offsets[i]:offsets[i + 1]]`, of which the first `prompt_lengths[i]` are the prompt.
+    `generator_logprobs` has the same offsets; it is 0 on prompt tokens.
+    """
+
+    token_ids: Tensor  # [T] int64
+    generator_logprobs: Tensor  # [T] float32
+    offsets: Tensor  # [N + 1] int64
+    prompt_lengths: Tensor  # [N] int64
+    group_ids: Tensor  # [N] int64
+    texts: tuple[RolloutTexts, ...]
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+    @property
+    def completion_lengths(self) -> Tensor:
+        """Tokens of each completion, [N]."""
+        return self.offsets.diff() - self.prompt_lengths
+
+    @property
+    def is_truncated(self) -> Tensor:
+        """Completions that ran into the token limit, [N] bool."""
+        return torch.tensor([text.finish_reason == "length" for text in self.texts])
+
+    def save(self, directory: Path) -> None:
+        """Write rollouts.safetensors and rollouts.jsonl."""
+        names = ("token_ids", "generator_logprobs", "offsets", "prompt_lengths", "group_ids")
+        save_file({name: getattr(self, name) for name in names}, directory / "rollouts.safetensors")
+        with (directory / "rollouts.jsonl").open("w") as file:
+            for text in self.texts:
+                row = {"completion": text.completion, "finish_reason": text.finish_reason}
+                file.write(json.dumps(row | {"example": text.example.model_dump(mode="json")}) + "\n")
+
+    @classmethod
+    def load(cls, directory: Path) -> Rollouts:
+        """Read what `save` wrote; raises ArtifactError when numbers and words do not belong together."""
+        numbers = load_file(directory / "rollouts.safetensors")
+        rows = [json.loads(line) for line in (directory / "rollouts.jsonl").read_text().splitlines()]
+        if len(rows) != len(numbers["prompt_lengths"]):
+            raise ArtifactError(f"{directory} has {len(rows)} texts for {len(numbers['prompt_lengths'])} completions")
+        texts = tuple(
+            RolloutTexts(Example.model_validate(row["example"]), row["completion"], row["finish_reason"]) for row in rows
+        )
+        return cls(texts=texts, **numbers)
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Rewards of a rollout set, by reward function and in total, and what follows from them."""
+
+    rewards: Tensor  # [N, K] float32, NaN where a function could not score
+    total: Tensor  # [N] float32, NaN where any function could not score
+    advantages: Tensor  # [N] float32
+    keep: Tensor  # [N] bool, trained on
+
+    def save(self, directory: Path) -> None:
+        """Write scores.safetensors."""
+        save_file({name: getattr(self, name) for name in ("rewards", "total", "advantages", "keep")}, directory / "scores.safetensors")
+
+    @classmethod
+    def load(cls, directory: Path) -> Scores:
+        """Read what `save` wrote."""
+        return cls(**load_file(directory / "scores.safetensors"))

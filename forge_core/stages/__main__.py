@@ -1,0 +1,97 @@
+"""A stage process.
+
+    python -m forge_core.stages job.json                       run one job from its file, print its manifest's URI
+    python -m forge_core.stages --connect SOCKET --scratch DIR  take jobs from an owner until its channel closes
+
+With several ranks the same command runs under torchrun.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import logging
+import os
+import queue
+import shutil
+import socket
+import sys
+import tempfile
+import threading
+import traceback
+from pathlib import Path
+
+from forge_core.artifacts import Manifest
+from forge_core.jobs import Job, parse_job
+from forge_core.stages.workspace import Workspace, committed
+
+logger = logging.getLogger("forge_core.stages")
+
+
+def run_job(job: Job, workspace: Workspace) -> Manifest | None:
+    """The job's committed output: found when it is there already, else made now (None on ranks other than 0)."""
+    found = committed(job)
+    if found is not None:
+        logger.info("%s is already committed", job.output)
+        return found
+    logger.info("%s -> %s", job.stage, job.output)
+    return importlib.import_module(f"forge_core.stages.{job.stage}").run(job, workspace)
+
+
+def serve(channel: socket.socket, workspace: Workspace, preload: list[str]) -> None:
+    """Answer jobs until the channel closes. A closed channel ends the process at once, whatever it is doing."""
+    lines: queue.Queue[str] = queue.Queue()
+
+    def read() -> None:
+        with channel.makefile("r") as reader:
+            for line in reader:
+                lines.put(line)
+        shutil.rmtree(workspace.scratch, ignore_errors=True)
+        os._exit(0)
+
+    threading.Thread(target=read, daemon=True).start()
+    _send(channel, {"rank": workspace.rank})
+    for name in preload:
+        importlib.import_module(f"forge_core.stages.{name}")
+    while True:
+        job = parse_job(json.loads(lines.get()))
+        try:
+            manifest = run_job(job, workspace)
+            _send(channel, {"manifest": manifest.model_dump(mode="json") if manifest else None})
+            workspace.finish_job()
+        except Exception as error:
+            logger.error("%s failed\n%s", job.stage, traceback.format_exc())
+            _send(channel, {"error": {"type": type(error).__name__, "message": str(error)}})
+            raise SystemExit(1) from error
+
+
+def _send(channel: socket.socket, message: dict) -> None:
+    channel.sendall(json.dumps(message).encode() + b"\n")
+
+
+def main() -> None:
+    """Command line of a stage process."""
+    parser = argparse.ArgumentParser(prog="python -m forge_core.stages", description=__doc__)
+    parser.add_argument("job", nargs="?", type=Path, help="a job file (JSON)")
+    parser.add_argument("--connect", help="path of the owner's Unix socket")
+    parser.add_argument("--scratch", type=Path, help="directory for temporary files, owned by this process")
+    parser.add_argument("--preload", nargs="*", default=[], help="stages to import before the first job")
+    arguments = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(levelname)s %(name)s: %(message)s")
+    if arguments.connect:
+        channel = socket.socket(socket.AF_UNIX)
+        channel.connect(arguments.connect)
+        serve(channel, Workspace(arguments.scratch), arguments.preload)
+    if arguments.job is None:
+        parser.error("name a job file, or --connect")
+    with tempfile.TemporaryDirectory(prefix="forge-") as scratch:
+        workspace = Workspace(Path(scratch))
+        manifest = run_job(parse_job(json.loads(arguments.job.read_text())), workspace)
+        workspace.finish_job()
+        if manifest is not None:
+            print(f"{manifest.uri}/manifest.json")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,43 @@
+"""The generator a stage process keeps warm, and the policy it holds."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from forge_core.artifacts import Ref
+from forge_core.config import GeneratorConfig
+from forge_core.generator import Generator
+from forge_core.stages.workspace import Workspace
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Engine:
+    """A running vLLM engine, its tokenizer, and the digest of the policy it serves."""
+
+    generator: Generator
+    tokenizer: PreTrainedTokenizerBase
+    config: GeneratorConfig
+    policy_digest: str
+
+
+def engine_with(policy: Ref, config: GeneratorConfig, seed: int, workspace: Workspace) -> Engine:
+    """An engine that serves exactly this policy: the warm one as it is, the warm one with new weights, or a new one."""
+    engine: Engine | None = workspace.held.get("engine")
+    if engine is not None and engine.config == config:
+        if engine.policy_digest != policy.digest:
+            _, hf_dir = workspace.fetch(policy)
+            engine.generator.load_policy(hf_dir)
+            engine.policy_digest = policy.digest
+        return engine
+    if engine is not None:
+        engine.generator.close()
+    _, hf_dir = workspace.fetch(policy)
+    generator = Generator(hf_dir, config=config, seed=seed % 2**31)
+    engine = Engine(generator, AutoTokenizer.from_pretrained(hf_dir), config, policy.digest)
+    workspace.held["engine"] = engine
+    return engine

@@ -1,0 +1,84 @@
+"""Stage `rollout`: a policy and a window of the dataset -> groups of completions with the log-probs of their tokens."""
+
+from __future__ import annotations
+
+import math
+import statistics
+
+import torch
+
+from forge_core.artifacts import Manifest
+from forge_core.chat import encode_prompt
+from forge_core.examples import Example, read_examples, take
+from forge_core.generator import Completion
+from forge_core.jobs import RolloutJob
+from forge_core.rollouts import Rollouts, RolloutTexts
+from forge_core.seeds import derive_seed
+from forge_core.stages.engine import engine_with
+from forge_core.stages.workspace import Stopwatch, Workspace
+
+
+def run(job: RolloutJob, workspace: Workspace) -> Manifest:
+    """Sample `group_size` completions for each prompt of this iteration."""
+    watch = Stopwatch()
+    with watch("load"):
+        engine = engine_with(job.policy, job.generator, job.seed, workspace)
+        _, dataset_dir = workspace.fetch(job.dataset)
+        examples = read_examples(dataset_dir / "examples.jsonl")
+    start = job.iteration * job.num_prompts
+    window = take(len(examples), start=start, count=job.num_prompts, seed=job.seed, digest=job.dataset.digest)
+    chosen = [examples[index] for index in window]
+    prompts = [encode_prompt(engine.tokenizer, example.prompt) for example in chosen]
+    # A seed per place in the data stream: the same prompt samples anew in another epoch, and any replica samples alike.
+    seeds = [derive_seed("rollout", job.seed, start + place) for place in range(len(chosen))]
+    with watch("generate"):
+        groups = engine.generator.generate(prompts, num_completions=job.group_size, sampling=job.sampling, seeds=seeds)
+    rollouts, num_dropped = gather(chosen, prompts, groups)
+    with workspace.directory() as directory:
+        rollouts.save(directory)
+        summary = describe(rollouts, watch.seconds["generate"]) | {"rollout/dropped": num_dropped}
+        return workspace.commit(job, directory, summary=summary, timings=watch.seconds)
+
+
+def gather(
+    examples: list[Example], prompts: list[list[int]], groups: list[list[Completion]]
+) -> tuple[Rollouts, int]:
+    """The rollout set of these completions, and how many were dropped because the engine gave no log-prob for a token."""
+    token_ids: list[int] = []
+    logprobs: list[float] = []
+    offsets, prompt_lengths, group_ids, texts = [0], [], [], []
+    num_dropped = 0
+    for group, (example, prompt, completions) in enumerate(zip(examples, prompts, groups, strict=True)):
+        for completion in completions:
+            if any(math.isnan(value) for value in completion.logprobs):
+                num_dropped += 1
+                continue
+            token_ids += [*prompt, *completion.token_ids]
+            logprobs += [*[0.0] * len(prompt), *completion.logprobs]
+            offsets.append(len(token_ids))
+            prompt_lengths.append(len(prompt))
+            group_ids.append(group)
+            texts.append(RolloutTexts(example, completion.text, completion.finish_reason))
+    rollouts = Rollouts(
+        token_ids=torch.tensor(token_ids),
+        generator_logprobs=torch.tensor(logprobs, dtype=torch.float32),
+        offsets=torch.tensor(offsets),
+        prompt_lengths=torch.tensor(prompt_lengths),
+        group_ids=torch.tensor(group_ids),
+        texts=tuple(texts),
+    )
+    return rollouts, num_dropped
+
+
+def describe(rollouts: Rollouts, generate_seconds: float) -> dict[str, float]:
+    """Lengths and throughput of a rollout set under their tracking names."""
+    lengths = rollouts.completion_lengths.tolist()
+    distinct = len({(text.example.id, text.completion) for text in rollouts.texts})
+    return {
+        "completion/length/mean": statistics.fmean(lengths),
+        "completion/length/max": max(lengths),
+        "completion/truncated_fraction": rollouts.is_truncated.float().mean().item(),
+        "completion/distinct_fraction": distinct / len(rollouts),
+        "tokens_per_second/rollout": sum(lengths) / generate_seconds,
+        "tokens/generated": sum(lengths),
+    }

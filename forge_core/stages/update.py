@@ -1,0 +1,73 @@
+"""Stage `update`: policy[k + 1] = update(policy[k], scored[k]), the fold that makes policies of stored rollouts."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from forge_core.artifacts import Manifest, Ref
+from forge_core.batching import TrainSequence, pack_sequences
+from forge_core.functions import load_function
+from forge_core.jobs import UpdateJob
+from forge_core.rollouts import Rollouts, Scores
+from forge_core.stages import learner
+from forge_core.stages.workspace import Stopwatch, Workspace
+from forge_core.trainer.policy_trainer import PolicyTrainer
+
+logger = logging.getLogger(__name__)
+
+
+def run(job: UpdateJob, workspace: Workspace) -> Manifest | None:
+    """Apply one update to the policy the job names; returns the manifest on rank 0."""
+    watch = Stopwatch()
+    with watch("load"):
+        trainer = learner.trainer_at(job, workspace, replay=apply_update)
+    with watch("update"):
+        summary = apply_update(trainer, job, workspace)
+    summary["tokens_per_second/update"] = summary["tokens/total"] / watch.seconds["update"]
+    manifest = learner.publish_policy(job, job.policy, trainer, workspace, summary=summary, watch=watch)
+    if job.snapshot_output is not None:
+        workspace.defer(lambda: learner.snapshot(job, trainer, workspace))
+    return manifest
+
+
+def apply_update(trainer: PolicyTrainer, job: UpdateJob, workspace: Workspace) -> dict[str, float]:
+    """The optimizer steps of one update; metrics averaged over them. The same bits every time it is replayed."""
+    rollouts, scores = _read(job.scored, workspace)
+    loss = load_function(job.loss, "loss")
+    steps = []
+    for members in _minibatches(rollouts, scores, job.minibatches):
+        batch = pack_sequences(members, job.trainer.row_tokens)
+        steps.append(trainer.train_step(batch, loss, temperature=job.temperature))
+    if not steps:
+        # Every group has equal rewards: there is no gradient, and a step on stale momentum would be an invention.
+        logger.warning("%s has no group with a spread of rewards; the policy stays as it is", job.scored.uri)
+        return {"update/steps": 0, "tokens/total": 0, "tokens/trained": 0}
+    summary = {name: sum(step[name] for step in steps) / len(steps) for name in steps[0]}
+    summary |= {name: sum(step[name] for step in steps) for name in ("tokens/total", "tokens/trained")}
+    return summary | {"update/steps": len(steps)}
+
+
+def _read(scored: Ref, workspace: Workspace) -> tuple[Rollouts, Scores]:
+    manifest, scores_dir = workspace.fetch(scored)
+    _, rollouts_dir = workspace.fetch(manifest.inputs["rollouts"])
+    return Rollouts.load(rollouts_dir), Scores.load(scores_dir)
+
+
+def _minibatches(rollouts: Rollouts, scores: Scores, count: int) -> list[list[TrainSequence]]:
+    """Kept completions, dealt to `count` minibatches by whole groups; a minibatch without any is left out."""
+    minibatches: list[list[TrainSequence]] = [[] for _ in range(count)]
+    kept_groups = rollouts.group_ids[scores.keep].unique().tolist()
+    place = {group: position % count for position, group in enumerate(kept_groups)}
+    for index in scores.keep.nonzero().squeeze(1).tolist():
+        tokens = slice(int(rollouts.offsets[index]), int(rollouts.offsets[index + 1]))
+        ids = rollouts.token_ids[tokens]
+        sequence = TrainSequence(
+            token_ids=ids,
+            loss_mask=torch.arange(len(ids)) >= rollouts.prompt_lengths[index],
+            generator_logprobs=rollouts.generator_logprobs[tokens],
+            advantage=float(scores.advantages[index]),
+        )
+        minibatches[place[int(rollouts.group_ids[index])]].append(sequence)
+    return [minibatch for minibatch in minibatches if minibatch]

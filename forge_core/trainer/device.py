@@ -1,0 +1,61 @@
+"""The device torchtitan runs on, and the process group; imported before any other module of torchtitan.
+
+torchtitan 0.3.0 reads the device type into module globals at import and falls back to "cuda" without an accelerator,
+logs through the root logger, and insists on FlashAttention 3 or 4 on recent GPUs. The three are put right here.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib.util
+import logging
+import os
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+# Both log warnings at import that no user can act on: missing CUDA extensions, and a deprecation inside torchao.
+logging.getLogger("torchao").setLevel(logging.ERROR)
+logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)
+
+import torchtitan.tools.logging  # noqa: E402
+
+torchtitan.tools.logging.logger = logging.getLogger("torchtitan")
+torchtitan.tools.logging.logger.setLevel(logging.WARNING)
+
+import torchtitan.tools.utils as torchtitan_device  # noqa: E402
+
+if torchtitan_device.device_type == "cuda" and not torch.cuda.is_available():
+    torchtitan_device.device_type = "cpu"
+    torchtitan_device.device_module = torch.cpu
+
+_FLASH_MODULES = {"FA3": "flash_attn_interface", "FA4": "flash_attn"}
+_newest_flash = torchtitan_device.get_cuda_flash_attention_impl()
+if _newest_flash is not None and importlib.util.find_spec(_FLASH_MODULES[_newest_flash]) is None:
+    # FlashAttention 2 ships with torch; the newer ones are packages that may not be installed.
+    torchtitan_device.get_cuda_flash_attention_impl = lambda: None
+
+DEVICE_TYPE: str = torchtitan_device.device_type
+
+
+def start_process_group(timeout_seconds: float) -> int:
+    """Number of ranks, after joining the process group that torchrun announces, or forming one of a single rank."""
+    if dist.is_initialized():
+        raise RuntimeError("a process group already exists; close() the previous PolicyTrainer before the next open()")
+    os.environ.setdefault("LOCAL_RANK", "0")  # torchtitan picks the device by it
+    backend = "gloo" if DEVICE_TYPE == "cpu" else None
+    timeout = timedelta(seconds=timeout_seconds)
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        dist.init_process_group(backend, timeout=timeout)
+    else:
+        # An in-memory store needs no address or port, so single-process trainers never collide.
+        dist.init_process_group(backend, timeout=timeout, store=dist.HashStore(), rank=0, world_size=1)
+    return dist.get_world_size()
+
+
+def stop_process_group() -> None:
+    """Leave the process group, so that the next trainer of this process can form its own."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    gc.enable()  # torchtitan's trainer switches collection off

@@ -1,0 +1,48 @@
+"""Opening a run: its plan is checked, its tracker and stage processes live exactly as long as the block."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import datetime
+
+from prefect import runtime
+from prefect.logging import get_run_logger
+
+from forge_core.config import RunConfig
+from forge_core.plan import Plan
+from tasks.processes import Log, stage_processes
+from tasks.tracking import Tracker, tracking
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of a flow: what it will do, and where it says what it has done."""
+
+    plan: Plan
+    tracker: Tracker
+    logger: Log
+
+
+@contextmanager
+def open_run(config: RunConfig, run_id: str | None) -> Iterator[Run]:
+    """Check the config, start stage processes and tracking, and end both with the block.
+
+    Without a `run_id` the run is named after its Prefect flow run, so that a retry continues it. Raises ValueError for a
+    setting that cannot work, before any process starts.
+    """
+    logger = get_run_logger()
+    plan = Plan(config, run_id or _default_run_id())
+    plan.check()
+    logger.info("run %s -> %s", plan.run_id, plan.run_uri)
+    with (
+        stage_processes(config, logger),
+        tracking(plan, str(runtime.flow_run.id) if runtime.flow_run.id else None, logger) as tracker,
+    ):
+        yield Run(plan, tracker, logger)
+
+
+def _default_run_id() -> str:
+    flow_run_id = runtime.flow_run.id
+    return f"run-{str(flow_run_id)[:8]}" if flow_run_id else f"run-{datetime.now():%Y%m%d-%H%M%S}"

@@ -1,0 +1,106 @@
+"""The stages as Prefect tasks: each finds its committed output or has a stage process make it, and returns a reference."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+
+from prefect import task
+from prefect.cache_policies import NO_CACHE
+from prefect.client.schemas.objects import State, TaskRun
+from prefect.context import TaskRunContext
+from prefect.tasks import Task, exponential_backoff
+
+from forge_core import publication
+from forge_core.artifacts import Ref
+from forge_core.jobs import DatasetJob, EvaluateJob, RolloutJob, ScoreJob, SftJob, StageJob, StartJob, UpdateJob
+from forge_core.stages.process import StageError
+from forge_core.stages.workspace import committed
+from tasks.processes import run_in_stage_process
+
+# Causes that another attempt can cure; everything else (a wrong setting, damaged data, a diverged loss) would fail again.
+TRANSIENT_CAUSES = frozenset({"died", "timeout", "OSError", "ConnectionError", "TimeoutError", "ClientError"})
+
+
+def is_transient(_task: Task, _run: TaskRun, state: State) -> bool:
+    """Whether a failed stage is worth another attempt."""
+    try:
+        state.result()
+    except StageError as error:
+        return error.cause in TRANSIENT_CAUSES
+    except (ConnectionError, TimeoutError):
+        return True
+    except Exception:
+        return False
+    return False
+
+
+def by_job(_context: TaskRunContext, parameters: dict) -> str:
+    """Cache key of a stage task: where its output goes and the digest of all that decides it."""
+    job: StageJob = parameters["job"]
+    return hashlib.sha256(f"{job.output} {job.digest()}".encode()).hexdigest()
+
+
+stage_task = functools.partial(
+    task,
+    persist_result=True,
+    result_serializer="json",
+    cache_key_fn=by_job,
+    retries=2,
+    retry_delay_seconds=exponential_backoff(backoff_factor=2),
+    retry_jitter_factor=0.5,
+    retry_condition_fn=is_transient,
+)
+
+
+@stage_task(task_run_name="dataset {job.dataset.fn}")
+def dataset(job: DatasetJob) -> Ref:
+    """Materialise a dataset."""
+    return _run(job)
+
+
+@stage_task(task_run_name="start {job.policy.uri}")
+def start(job: StartJob) -> Ref:
+    """Build or import the starting policy."""
+    return _run(job)
+
+
+@stage_task(task_run_name="sft")
+def sft(job: SftJob) -> Ref:
+    """Fine-tune a policy on chat examples."""
+    return _run(job)
+
+
+@stage_task(task_run_name="rollout {job.iteration}")
+def rollout(job: RolloutJob) -> Ref:
+    """Sample groups of completions."""
+    return _run(job)
+
+
+@stage_task(task_run_name="score {job.rollouts.uri}")
+def score(job: ScoreJob) -> Ref:
+    """Reward completions and compare them within their groups."""
+    return _run(job)
+
+
+@stage_task(task_run_name="update {job.policy.uri}")
+def update(job: UpdateJob) -> Ref:
+    """Make the next policy version from scored rollouts."""
+    return _run(job)
+
+
+@stage_task(task_run_name="evaluate {job.policy.uri} {job.evaluation.name}")
+def evaluate(job: EvaluateJob) -> Ref:
+    """Measure a policy on held-out problems."""
+    return _run(job)
+
+
+@task(cache_policy=NO_CACHE, retries=2, retry_delay_seconds=2)
+def publish(root: str, name: str, policy: Ref, run_id: str, metrics: dict[str, float | int]) -> publication.Publication:
+    """Point the published name at a policy version."""
+    return publication.publish(root, name, policy, run_id=run_id, metrics=metrics)
+
+
+def _run(job: StageJob) -> Ref:
+    manifest = committed(job) or run_in_stage_process(job)
+    return manifest.ref

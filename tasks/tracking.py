@@ -1,0 +1,207 @@
+"""MLflow: one run per flow run, one nested run per stage, every number logged once however often a run is resumed.
+
+Runs are found again by tag, and each metric carries the time its artifact was committed, so logging a manifest a second
+time writes the same points. Logging happens in a thread of its own: a slow or absent tracking server costs the run nothing
+but a warning.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import datetime
+from pathlib import Path
+
+from forge_core.artifacts import Manifest, Ref, resolve
+from forge_core.plan import Plan
+from forge_core.publication import Publication
+from forge_core.samples import sample_completions
+from tasks.processes import Log
+
+MAX_PARAM_CHARS = 6000
+PARAMS_PER_BATCH = 100
+
+
+class Tracker:
+    """What a flow tells MLflow about its artifacts."""
+
+    def __init__(self, plan: Plan, flow_run_id: str | None, logger: Log) -> None:
+        self._plan = plan
+        self._flow_run_id = flow_run_id
+        self._logger = logger
+        self._stage_runs: dict[str, str] = {}
+        self._work: queue.Queue[Callable[[], None] | None] = queue.Queue()
+        self._num_failed = 0
+        self._thread = threading.Thread(target=self._drain, name="mlflow", daemon=True)
+        self._thread.start()
+        self._work.put(self._open)
+
+    def record(self, artifact: Ref, step: int) -> Manifest:
+        """Log the numbers of an artifact's manifest at a step; returns the manifest."""
+        manifest = resolve(artifact)
+        self._work.put(lambda: self._log_manifest(manifest, step))
+        return manifest
+
+    def record_completions(self, scored: list[Ref], per_set: int = 8) -> None:
+        """Log a table of sample completions, the first ones of each rollout set."""
+        self._work.put(lambda: self._log_completions(scored, per_set))
+
+    def register(self, published: Publication) -> None:
+        """Register a published policy in the model registry under the alias `challenger`."""
+        self._work.put(lambda: self._register(published))
+
+    def close(self, status: str) -> None:
+        """Flush what is queued and end the runs with FINISHED or FAILED."""
+        self._work.put(lambda: self._end(status))
+        self._work.put(None)
+        self._thread.join(timeout=120)
+        if self._num_failed or self._thread.is_alive():
+            self._logger.warning("MLflow: %d entries could not be logged; the artifacts hold every number", self._num_failed)
+
+    def _drain(self) -> None:
+        while (work := self._work.get()) is not None:
+            try:
+                work()
+            except Exception as error:
+                self._num_failed += 1
+                self._logger.warning("MLflow: %s", error)
+
+    def _open(self) -> None:
+        # Imported here: it takes seconds, which pass in this thread while the first stage starts.
+        import mlflow
+
+        logging.getLogger("alembic").setLevel(logging.WARNING)
+        self._client = mlflow.MlflowClient(tracking_uri=tracking_uri())
+        plan = self._plan
+        name = f"forge/{plan.config.name}"
+        experiment = self._client.get_experiment_by_name(name)
+        self._experiment_id = experiment.experiment_id if experiment else self._client.create_experiment(name)
+        tags = {"forge.run_uri": plan.run_uri, "forge.run_id": plan.run_id}
+        if self._flow_run_id:
+            tags["prefect.flow_run_id"] = self._flow_run_id
+        self._run_id = self._find_or_create(f"tags.`forge.run_uri` = '{plan.run_uri}'", plan.run_id, tags)
+        self._log_params(self._run_id, flatten(plan.config.model_dump(mode="json")))
+        self._client.log_dict(self._run_id, plan.config.model_dump(mode="json"), "config.json")
+
+    def _log_manifest(self, manifest: Manifest, step: int) -> None:
+        stage = str(manifest.job["stage"])
+        seconds = sum(manifest.timings.values())
+        metrics = manifest.summary | {f"time/{stage}_seconds": seconds}
+        metrics |= {f"time/{stage}_{phase}_seconds": value for phase, value in manifest.timings.items() if phase != stage}
+        stage_run = self._stage_run(manifest, stage)
+        for run_id in (self._run_id, stage_run):
+            self._log_metrics(run_id, metrics, step, manifest)
+        name = manifest.uri.removeprefix(self._plan.run_uri).strip("/").replace("/", "-")
+        self._client.log_dict(stage_run, manifest.model_dump(mode="json"), f"manifests/{name}.json")
+
+    def _stage_run(self, manifest: Manifest, stage: str) -> str:
+        if stage not in self._stage_runs:
+            tags = {
+                "mlflow.parentRunId": self._run_id,
+                "forge.stage": stage,
+                "forge.stage_key": f"{self._plan.run_uri}/{stage}",
+                **{f"forge.software.{name}": version for name, version in manifest.software.items()},
+            }
+            self._stage_runs[stage] = self._find_or_create(f"tags.`forge.stage_key` = '{tags['forge.stage_key']}'", stage, tags)
+            job = {name: value for name, value in manifest.job.items() if name not in manifest.inputs}
+            params = flatten({name: value for name, value in job.items() if name not in ("output", "iteration", "snapshot_output")})
+            self._log_params(self._stage_runs[stage], params)
+        return self._stage_runs[stage]
+
+    def _log_completions(self, scored: list[Ref], per_set: int) -> None:
+        rows = [
+            {"iteration": iteration} | row
+            for iteration, ref in enumerate(scored)
+            for row in sample_completions(ref, per_set)
+        ]
+        if rows:
+            table = {name: [row[name] for row in rows] for name in rows[0]}
+            # log_table appends to a table that is there already, which would repeat its rows after a resume.
+            existing = {file.path for file in self._client.list_artifacts(self._run_id)}
+            if "completions.json" not in existing:
+                self._client.log_table(self._run_id, table, "completions.json")
+
+    def _register(self, published: Publication) -> None:
+        from mlflow.exceptions import MlflowException
+
+        name = published.name
+        try:
+            self._client.create_registered_model(name)
+        except MlflowException as error:
+            if error.error_code != "RESOURCE_ALREADY_EXISTS":
+                raise
+        versions = self._client.search_model_versions(f"name = '{name}'")
+        found = [version for version in versions if version.tags.get("forge.digest") == published.policy.digest]
+        version = found[0] if found else self._client.create_model_version(
+            name,
+            source=published.hf_uri,
+            run_id=self._run_id,
+            tags={"forge.digest": published.policy.digest, "forge.uri": published.policy.uri},
+        )  # fmt: skip
+        self._client.set_registered_model_alias(name, "challenger", version.version)
+
+    def _find_or_create(self, query: str, name: str, tags: dict[str, str]) -> str:
+        found = self._client.search_runs([self._experiment_id], query, max_results=1)
+        if found:
+            self._client.update_run(found[0].info.run_id, status="RUNNING")
+            return found[0].info.run_id
+        return self._client.create_run(self._experiment_id, run_name=name, tags=tags).info.run_id
+
+    def _log_params(self, run_id: str, params: dict[str, str]) -> None:
+        from mlflow.entities import Param
+
+        entries = [Param(name, value[:MAX_PARAM_CHARS]) for name, value in params.items()]
+        for begin in range(0, len(entries), PARAMS_PER_BATCH):
+            self._client.log_batch(run_id, params=entries[begin : begin + PARAMS_PER_BATCH])
+
+    def _log_metrics(self, run_id: str, metrics: dict[str, float | int], step: int, manifest: Manifest) -> None:
+        from mlflow.entities import Metric
+
+        timestamp = round(datetime.fromisoformat(manifest.created_at).timestamp() * 1000)
+        entries = [Metric(name, float(value), timestamp, step) for name, value in metrics.items() if math.isfinite(value)]
+        self._client.log_batch(run_id, metrics=entries)
+
+    def _end(self, status: str) -> None:
+        for run_id in (*self._stage_runs.values(), self._run_id):
+            self._client.set_terminated(run_id, status)
+
+
+@contextmanager
+def tracking(plan: Plan, flow_run_id: str | None, logger: Log) -> Iterator[Tracker]:
+    """A tracker that is flushed and closed at the end of the block."""
+    tracker = Tracker(plan, flow_run_id, logger)
+    try:
+        yield tracker
+    except BaseException:
+        tracker.close("FAILED")
+        raise
+    tracker.close("FINISHED")
+
+
+def tracking_uri() -> str:
+    """MLFLOW_TRACKING_URI, or a local SQLite file when it is not set."""
+    configured = os.environ.get("MLFLOW_TRACKING_URI")
+    if configured:
+        return configured
+    home = Path(".forge").absolute()
+    home.mkdir(exist_ok=True)
+    return f"sqlite:///{home / 'mlflow.db'}"
+
+
+def flatten(value: object, prefix: str = "") -> dict[str, str]:
+    """Nested settings as dotted names, {"grpo.group_size": "8", ...}."""
+    if isinstance(value, dict) and value:
+        items = [(str(key), item) for key, item in value.items()]
+    elif isinstance(value, list | tuple) and value:
+        items = [(str(index), item) for index, item in enumerate(value)]
+    else:
+        return {prefix: "" if value is None else str(value)}
+    return {name: text for key, item in items for name, text in flatten(item, f"{prefix}.{key}" if prefix else key).items()}
+
+
+
