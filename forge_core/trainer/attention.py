@@ -15,7 +15,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import forge_core.trainer.device  # noqa: F401  isort: skip
 from torchtitan.models.common.attention import VarlenAttention
 
 MAX_PADDING = 0.25  # a document at least this much shorter than a block's longest starts a new block

@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import forge_core.trainer.device  # noqa: F401  isort: skip
 from torchtitan.models.common.linear import Linear
 
 CHUNK_ELEMENTS = 2**25  # logits held at once; 128 MiB in float32

@@ -1,0 +1,294 @@
+"""A policy in training: torchtitan's Trainer, fed with packed batches and a policy loss.
+
+torchtitan builds and shards the model, its optimizer and its learning-rate schedule. The loop is ours: a step is one
+call, so that a stage can train, export and take the next rollouts without leaving the process.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torchtitan.trainer
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from torchtitan.distributed import ParallelDims
+from torchtitan.distributed.utils import clip_grad_norm_
+
+from forge_core.batching import TrainBatch
+from forge_core.config import OptimizerConfig, TrainerConfig
+from forge_core.losses import LossInputs, LossOutput
+from forge_core.trainer import train_state, weights
+from forge_core.trainer.attention import DocumentAttention, find_documents
+from forge_core.trainer.device import DEVICE_TYPE, start_process_group, stop_process_group
+from forge_core.trainer.logprob_head import TokenQuery
+from forge_core.trainer.models import PolicyShape, build_model_spec
+from forge_core.trainer.token_sums import TokenSums
+from forge_core.trainer.torchtitan_config import (
+    attention_config,
+    build_config,
+    lr_scheduler_config,
+    optimizer_config,
+)
+
+Loss = Callable[[LossInputs], LossOutput]
+
+
+class NonFiniteError(ArithmeticError):
+    """A loss or gradient norm was NaN or infinite; the step was not applied and the weights are unchanged."""
+
+
+class PolicyTrainer(torchtitan.trainer.Trainer):
+    """One policy with its optimizer, on one rank or on all ranks that torchrun started.
+
+    Every method is called by all ranks together, with the same arguments.
+    """
+
+    shape: PolicyShape
+    max_grad_norm: float
+    total_steps: int
+    is_decaying: bool
+
+    @classmethod
+    def open(
+        cls,
+        hf_dir: Path,
+        *,
+        trainer: TrainerConfig,
+        optimizer: OptimizerConfig,
+        total_steps: int,
+        seed: int,
+        scratch: Path,
+    ) -> PolicyTrainer:
+        """The policy in `hf_dir`, ready to train from step 0.
+
+        `total_steps` is the length of the learning-rate schedule, `scratch` a local directory for temporary files.
+        """
+        shape = PolicyShape.read(hf_dir)
+        spec = build_model_spec(
+            shape, inner_attention=attention_config(trainer), row_tokens=trainer.row_tokens
+        )
+        config = build_config(
+            spec, trainer=trainer, optimizer=optimizer, total_steps=total_steps, seed=seed, scratch=scratch
+        )
+        torchtitan_log = logging.getLogger("torchtitan")
+        torchtitan_log.setLevel(logging.ERROR)  # it warns of an unknown peak speed on every CPU
+        try:
+            policy = cls(config)
+            policy._adopt(shape, optimizer, total_steps)
+            policy.load_policy(hf_dir)
+        except BaseException:
+            stop_process_group()
+            raise
+        finally:
+            torchtitan_log.setLevel(logging.WARNING)
+        return policy
+
+    def init_distributed(self) -> ParallelDims:
+        """The device meshes, on a process group of our own making: one rank needs no address and no environment."""
+        num_ranks = start_process_group(self.config.comm.init_timeout_seconds)
+        expected = self.config.parallelism.data_parallel_shard_degree
+        if num_ranks != expected:
+            raise ValueError(
+                f"trainer.num_ranks is {expected}, but {num_ranks} processes run; start the trainer with "
+                f"torchrun --nproc-per-node {expected}"
+            )
+        return ParallelDims.from_config(self.config.parallelism, num_ranks)
+
+    def _adopt(self, shape: PolicyShape, optimizer: OptimizerConfig, total_steps: int) -> None:
+        self.shape = shape
+        self.model = self.model_parts[0]
+        self.adapter = self.config.model_spec.state_dict_adapter(self.model_config, None)
+        self.fsdp_modules = [module for module in self.model.modules() if isinstance(module, FSDPModule)]
+        if DEVICE_TYPE == "cpu":
+            for module in self.fsdp_modules:
+                module.set_force_sum_reduction_for_comms(True)  # gloo has no PREMUL_SUM
+        self._remember(optimizer, total_steps)
+
+    def _remember(self, optimizer: OptimizerConfig, total_steps: int) -> None:
+        self.max_grad_norm = optimizer.max_grad_norm
+        self.total_steps = total_steps
+        self.is_decaying = optimizer.schedule != "constant"
+
+    def reset_optimizer(self, optimizer: OptimizerConfig, total_steps: int) -> None:
+        """Start over at step 0 with a new optimizer and schedule, as `open` of the exported weights would."""
+        min_lr_factor = self.config.lr_scheduler.min_lr_factor
+        implementation = self.config.optimizer.implementation
+        self.config.optimizer = optimizer_config(optimizer)
+        self.config.optimizer.implementation = implementation
+        self.config.lr_scheduler = lr_scheduler_config(optimizer, total_steps)
+        self.config.lr_scheduler.min_lr_factor = min_lr_factor
+        self.optimizers.zero_grad()
+        self.optimizers = self.config.optimizer.build(model_parts=self.model_parts)
+        self.lr_schedulers = self.config.lr_scheduler.build(optimizers=self.optimizers, training_steps=total_steps)
+        self.step = 0
+        self.ntokens_seen = 0
+        self._remember(optimizer, total_steps)
+
+    def load_policy(self, hf_dir: Path) -> None:
+        """Take over the weights in `hf_dir`; optimizer and step stay.
+
+        Raises ValueError, and changes nothing, when they are not those of a policy of the same shape.
+        """
+        self._reshard()
+        weights.load_weights(self.model, self.adapter, hf_dir, is_tied=self.shape.is_tied)
+
+    def train_step(self, batch: TrainBatch, loss: Loss, *, temperature: float = 1.0) -> dict[str, float]:
+        """One optimizer step on the whole batch; returns its metrics, equal on all ranks.
+
+        The loss is the sum over all trained tokens of all ranks divided by their number, so it does not depend on how
+        rows fall into micro-batches and ranks. A batch without trained tokens has loss 0 and gradient 0. Raises
+        NonFiniteError before the optimizer moves when the loss or the gradient norm is not finite.
+        """
+        self._check_batch(batch, temperature)
+        if self.is_decaying and self.step >= self.total_steps:
+            raise ValueError(f"step {self.step} of a schedule of {self.total_steps}; open with a larger total_steps")
+        num_trained = max(1, int(batch.mask.sum()))
+        own_rows = batch.for_rank(dist.get_rank(), dist.get_world_size())
+        sums = TokenSums(self.device)
+        self.optimizers.zero_grad()
+        for micro_batch in own_rows.micro_batches(self.config.training.local_batch_size):
+            self.forward_backward_step(micro_batch, loss, num_trained=num_trained, temperature=temperature, sums=sums)
+        grad_norm = self._clipped_grad_norm()
+        metrics = sums.means(num_trained)
+        self._check_finite(metrics["loss/policy"], grad_norm)
+
+        metrics["learning_rate"] = self.lr_schedulers.schedulers[0].get_last_lr()[0]
+        self.optimizers.step()
+        self.lr_schedulers.step()
+        self.step += 1
+        self.gc_handler.run(self.step)
+        return metrics | {
+            "grad_norm/total": grad_norm,
+            "grad_norm/clipped": min(grad_norm, self.max_grad_norm),
+            "tokens/trained": float(batch.mask.sum()),
+            "tokens/total": float((batch.sequence_ids >= 0).sum()),
+        }
+
+    def forward_backward_step(
+        self, micro_batch: TrainBatch, loss: Loss, *, num_trained: int, temperature: float, sums: TokenSums
+    ) -> None:
+        """Add the gradient of a micro-batch of this rank to the model's, and its per-token numbers to `sums`."""
+        micro_batch = micro_batch.to(self.device)
+        mask = micro_batch.mask
+        with self.train_context():
+            token_logprobs, token_entropies = self._query_tokens(micro_batch, temperature)  # [n], [n]
+            logprobs = torch.zeros(mask.shape, device=self.device).masked_scatter(mask, token_logprobs)  # [B, L]
+            output = loss(
+                LossInputs(
+                    logprobs=logprobs,
+                    generator_logprobs=torch.where(mask, micro_batch.generator_logprobs, 0.0),
+                    advantages=torch.where(mask, micro_batch.advantages, 0.0),
+                    mask=mask,
+                    sequence_ids=micro_batch.sequence_ids,
+                )
+            )
+            policy_loss = torch.where(mask, output.per_token, 0.0).sum() / num_trained
+            policy_loss.backward()
+        sums.add("loss/policy", output.per_token[mask])
+        sums.add("entropy/mean", token_entropies)
+        sums.add_gap("logprob_gap", (token_logprobs - micro_batch.generator_logprobs[mask]).abs())
+        for name, values in output.metrics.items():
+            sums.add(name, values[mask])
+
+    @torch.no_grad()
+    def logprobs(self, batch: TrainBatch, *, temperature: float = 1.0) -> Tensor:
+        """Log-probability [B, L] of every trained token under the current policy, 0 elsewhere, on the CPU."""
+        self._check_batch(batch, temperature)
+        num_ranks = dist.get_world_size()
+        own_rows = batch.for_rank(dist.get_rank(), num_ranks)
+        pieces = []
+        for micro_batch in own_rows.micro_batches(self.config.training.local_batch_size):
+            micro_batch = micro_batch.to(self.device)
+            token_logprobs, _ = self._query_tokens(micro_batch, temperature)
+            zeros = torch.zeros(micro_batch.mask.shape, device=self.device)
+            pieces.append(zeros.masked_scatter(micro_batch.mask, token_logprobs))
+        self._reshard()
+        own = torch.cat(pieces)
+        gathered = [torch.empty_like(own) for _ in range(num_ranks)]
+        dist.all_gather(gathered, own)
+        # Row i of rank r is row i * num_ranks + r of the batch.
+        return torch.stack(gathered, dim=1).flatten(0, 1)[: batch.num_rows].cpu()
+
+    def export_hf(self, out_dir: Path, source: Path) -> None:
+        """Write the policy to `out_dir` in Hugging Face layout, tokenizer and chat template taken from `source`.
+
+        Weights keep the dtype they are trained in, so that a trainer opened on them continues with the same bits.
+        """
+        weights.export_weights(self.model, self.adapter, out_dir, is_tied=self.shape.is_tied)
+        if dist.get_rank() == 0:
+            weights.copy_companions(source, out_dir, next(self.model.parameters()).dtype)
+        dist.barrier()
+
+    def save_train_state(self, out_dir: Path) -> None:
+        """Write weights, optimizer, learning-rate schedule and step to `out_dir`, one file per rank."""
+        train_state.save_train_state(out_dir, **self._stateful_parts())
+
+    def load_train_state(self, in_dir: Path) -> None:
+        """Continue where `save_train_state` left off, also with another number of ranks."""
+        self._reshard()
+        self.optimizers.zero_grad()
+        train_state.load_train_state(in_dir, **self._stateful_parts())
+
+    def close(self) -> None:
+        """Leave the process group; afterwards another trainer can be opened in this process."""
+        super().close()
+        stop_process_group()
+
+    def _stateful_parts(self) -> dict:
+        return {
+            "model": self.model,
+            "is_tied": self.shape.is_tied,
+            "optimizers": self.optimizers,
+            "lr_schedulers": self.lr_schedulers,
+            "trainer": self,
+        }
+
+    def _query_tokens(self, micro_batch: TrainBatch, temperature: float) -> tuple[Tensor, Tensor]:
+        """Log-probabilities and entropies, both [n], of the n trained tokens in row-major order."""
+        positions = micro_batch.positions
+        is_cpu_attention = isinstance(self.model_config.first_attention.inner_attention, DocumentAttention.Config)
+        attention_masks = (
+            find_documents(positions, micro_batch.sequence_ids)
+            if is_cpu_attention
+            else self.model.get_attention_masks(positions)
+        )
+        self.model.lm_head.query = TokenQuery(micro_batch.mask, micro_batch.labels, temperature)
+        return self.model(micro_batch.tokens, positions=positions, attention_masks=attention_masks)
+
+    def _clipped_grad_norm(self) -> float:
+        """Global gradient norm before clipping; afterwards the gradient's norm is at most max_grad_norm."""
+        norm = clip_grad_norm_(self.model.parameters(), self.max_grad_norm, foreach=True)
+        return float(norm)
+
+    def _check_finite(self, loss: float, grad_norm: float) -> None:
+        if math.isfinite(loss) and math.isfinite(grad_norm):
+            return
+        self.optimizers.zero_grad()
+        raise NonFiniteError(
+            f"step {self.step}: loss is {loss} and gradient norm {grad_norm}; nothing was updated. Look for NaN "
+            "advantages or log-probabilities in the batch, or lower optimizer.learning_rate"
+        )
+
+    def _check_batch(self, batch: TrainBatch, temperature: float) -> None:
+        if temperature <= 0:
+            raise ValueError(f"temperature is {temperature}; the trainer divides logits by it, use that of sampling")
+        if batch.row_tokens > self.config.training.seq_len:
+            raise ValueError(
+                f"rows have {batch.row_tokens} tokens, more than trainer.row_tokens ({self.config.training.seq_len})"
+            )
+        longest = int(torch.where(batch.sequence_ids >= 0, batch.positions, 0).max()) + 1
+        if longest > self.shape.max_positions:
+            raise ValueError(
+                f"a sequence has {longest} tokens, more than max_position_embeddings ({self.shape.max_positions}) of "
+                "the policy; shorten the prompt and max_tokens"
+            )
+
+    def _reshard(self) -> None:
+        """Drop gathered copies of the weights: a forward pass without backward leaves some, and they would go stale."""
+        for module in self.fsdp_modules:
+            module.reshard()

@@ -1,0 +1,69 @@
+"""Datasets, and the order their examples are taken in."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from forge_core.datasets import arithmetic, jsonl
+from forge_core.datasets import reasoning_gym as gym_problems
+from forge_core.examples import Example, Message, read_examples, take, write_examples
+
+
+def test_train_and_test_sums_are_disjoint_and_complete():
+    train = {example.id for example in arithmetic(split="train", max_number=19)}
+    test = {example.id for example in arithmetic(split="test", max_number=19)}
+    assert not train & test
+    assert len(train | test) == 20 * 20
+
+
+def test_an_epoch_visits_every_example_once():
+    order = take(7, start=0, count=7, seed=0, digest="d")
+    assert sorted(order) == list(range(7))
+
+
+def test_windows_join_up_across_epochs_without_repeats():
+    whole = take(7, start=0, count=21, seed=0, digest="d")
+    windows = [take(7, start=start, count=3, seed=0, digest="d") for start in range(0, 21, 3)]
+    assert sum(windows, []) == whole
+    assert sorted(whole[7:14]) == list(range(7))
+    assert whole[:7] != whole[7:14]
+
+
+def test_the_order_depends_on_seed_and_dataset():
+    orders = {tuple(take(50, start=0, count=50, seed=seed, digest=digest)) for seed in (0, 1) for digest in "ab"}
+    assert len(orders) == 4
+
+
+def test_examples_survive_a_round_trip(tmp_path: Path):
+    examples = list(gym_problems(task="chain_sum", size=3, min_terms=2, max_terms=2))
+    assert write_examples(examples, tmp_path / "x.jsonl") == 3
+    assert read_examples(tmp_path / "x.jsonl") == examples
+
+
+def test_a_repeated_id_is_refused(tmp_path: Path):
+    example = Example(id="a", messages=(Message(role="user", content="1+1="),))
+    with pytest.raises(ValueError, match="'a' occurs twice"):
+        write_examples([example, example], tmp_path / "x.jsonl")
+
+
+def test_the_prompt_stops_before_the_answer_and_sft_needs_one():
+    question, answer = Message(role="user", content="1+1="), Message(role="assistant", content="2")
+    assert Example(id="a", messages=(question, answer)).prompt == [{"role": "user", "content": "1+1="}]
+    with pytest.raises(ValueError, match="example a has no final assistant turn"):
+        _ = Example(id="a", messages=(question,)).conversation
+
+
+def test_a_row_without_an_answer_names_file_line_and_fields(tmp_path: Path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"question": "1+1", "answer": "2"}\n{"question": "2+2"}\n')
+    with pytest.raises(ValueError, match=r"rows.jsonl:2 has no 'answer'; its fields are question"):
+        list(jsonl(path=str(path)))
+
+
+def test_train_and_test_problems_of_a_gym_task_come_from_different_streams():
+    settings = {"task": "chain_sum", "size": 5, "min_digits": 4, "max_digits": 4}
+    train = [example.messages for example in gym_problems(split="train", **settings)]
+    test = [example.messages for example in gym_problems(split="test", **settings)]
+    assert not set(train) & set(test)
