@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import re
 from typing import ClassVar, Literal
 
 from pydantic import Field, JsonValue, TypeAdapter
@@ -60,6 +61,12 @@ class StageJob(Settings):
     def software(self) -> dict[str, str]:
         """Versions recorded in the manifest and covered by the digest."""
         return software_versions(*self.packages) | {"stage": str(STAGE_VERSIONS[self.stage])}
+
+    @property
+    def label(self) -> str:
+        """Short name for people: "rollout v0003", "evaluate v0001/heldout"."""
+        place = re.search(r"(v\d{4}.*|[^/]*)$", self.output)
+        return f"{self.stage} {place.group() if place else self.output}"
 
     def as_json(self) -> dict[str, JsonValue]:
         """The job as plain JSON, for manifests and job files."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
@@ -11,6 +12,9 @@ from forge_core.artifacts import Manifest
 from forge_core.config import RunConfig
 from forge_core.jobs import StageJob
 from forge_core.stages.process import StageProcess
+
+# As written by forge_core.stages; libraries write what they like.
+_LOG_LINE = re.compile(r"(?P<level>DEBUG|INFO|WARNING|ERROR|CRITICAL) (?P<name>[\w./]+): (?P<message>.*)")
 
 Log = logging.Logger | logging.LoggerAdapter
 _current: ContextVar[StageProcesses] = ContextVar("stage_processes")
@@ -52,7 +56,24 @@ class StageProcesses:
 
     def _start(self, role: str) -> StageProcess:
         num_ranks = self._config.trainer.num_ranks if role == "trainer" else 1
-        return StageProcess(role, num_ranks=num_ranks, on_line=lambda line: self._logger.info("[%s] %s", role, line))
+        return StageProcess(role, num_ranks=num_ranks, on_line=stage_log(role, self._logger))
+
+
+def stage_log(role: str, logger: Log) -> Callable[[str], None]:
+    """Where the output of a stage process goes: our own lines at their level, errors with their traceback, the rest as DEBUG."""
+    level = logging.DEBUG
+
+    def write(line: str) -> None:
+        nonlocal level
+        if found := _LOG_LINE.match(line):
+            level = logging.getLevelNamesMapping()[found["level"]]
+            if level < logging.ERROR and not found["name"].startswith("forge_core"):
+                level = logging.DEBUG
+        elif level < logging.ERROR:
+            level = logging.DEBUG
+        logger.log(level, "[%s] %s", role, found["message"] if found and level < logging.ERROR else line)
+
+    return write
 
 
 @contextmanager

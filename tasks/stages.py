@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import hashlib
+from collections.abc import Callable
+from typing import TypeVar
 
-from prefect import task
+from prefect import runtime, task
 from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State, TaskRun
 from prefect.context import TaskRunContext
@@ -17,6 +19,8 @@ from forge_core.jobs import DatasetJob, EvaluateJob, RolloutJob, ScoreJob, SftJo
 from forge_core.stages.process import StageError
 from forge_core.stages.workspace import committed
 from tasks.processes import run_in_stage_process
+
+AnyJob = TypeVar("AnyJob", bound=StageJob)
 
 # Causes that another attempt can cure; everything else (a wrong setting, damaged data, a diverged loss) would fail again.
 TRANSIENT_CAUSES = frozenset({"died", "timeout", "OSError", "ConnectionError", "TimeoutError", "ClientError"})
@@ -41,55 +45,71 @@ def by_job(_context: TaskRunContext, parameters: dict) -> str:
     return hashlib.sha256(f"{job.output} {job.digest()}".encode()).hexdigest()
 
 
-stage_task = functools.partial(
-    task,
-    persist_result=True,
-    result_serializer="json",
-    cache_key_fn=by_job,
-    retries=2,
-    retry_delay_seconds=exponential_backoff(backoff_factor=2),
-    retry_jitter_factor=0.5,
-    retry_condition_fn=is_transient,
-)
+def stage_task(body: Callable[[AnyJob], Ref]) -> Callable[[AnyJob], Ref]:
+    """A Prefect task that runs a job unless its output is committed; the UI shows what was there already as Cached.
+
+    Prefect's record of a result may outlive the artifact, so it counts only while the manifest exists.
+    """
+    stage = task(
+        body,
+        task_run_name=_label,
+        persist_result=True,
+        result_serializer="json",
+        cache_key_fn=by_job,
+        retries=2,
+        retry_delay_seconds=exponential_backoff(backoff_factor=2),
+        retry_jitter_factor=0.5,
+        retry_condition_fn=is_transient,
+    )
+
+    @functools.wraps(body)
+    def call(job: AnyJob) -> Ref:
+        return stage.with_options(refresh_cache=committed(job) is None)(job)
+
+    return call
 
 
-@stage_task(task_run_name="dataset {job.dataset.fn}")
+def _label() -> str:
+    return runtime.task_run.parameters["job"].label
+
+
+@stage_task
 def dataset(job: DatasetJob) -> Ref:
     """Materialise a dataset."""
     return _run(job)
 
 
-@stage_task(task_run_name="start {job.policy.uri}")
+@stage_task
 def start(job: StartJob) -> Ref:
     """Build or import the starting policy."""
     return _run(job)
 
 
-@stage_task(task_run_name="sft")
+@stage_task
 def sft(job: SftJob) -> Ref:
     """Fine-tune a policy on chat examples."""
     return _run(job)
 
 
-@stage_task(task_run_name="rollout {job.iteration}")
+@stage_task
 def rollout(job: RolloutJob) -> Ref:
     """Sample groups of completions."""
     return _run(job)
 
 
-@stage_task(task_run_name="score {job.rollouts.uri}")
+@stage_task
 def score(job: ScoreJob) -> Ref:
     """Reward completions and compare them within their groups."""
     return _run(job)
 
 
-@stage_task(task_run_name="update {job.policy.uri}")
+@stage_task
 def update(job: UpdateJob) -> Ref:
     """Make the next policy version from scored rollouts."""
     return _run(job)
 
 
-@stage_task(task_run_name="evaluate {job.policy.uri} {job.evaluation.name}")
+@stage_task
 def evaluate(job: EvaluateJob) -> Ref:
     """Measure a policy on held-out problems."""
     return _run(job)

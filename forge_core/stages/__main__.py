@@ -79,6 +79,9 @@ def main() -> None:
     parser.add_argument("--preload", nargs="*", default=[], help="stages to import before the first job")
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(levelname)s %(name)s: %(message)s")
+    # Both warn at import about what no user can act on: CUDA extensions that a CPU lacks, a deprecation inside torchao.
+    for name in ("torchao", "torch.utils._pytree"):
+        logging.getLogger(name).setLevel(logging.ERROR)
     if arguments.connect:
         channel = socket.socket(socket.AF_UNIX)
         channel.connect(arguments.connect)

@@ -11,6 +11,7 @@ import importlib.util
 import logging
 import os
 from datetime import timedelta
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -28,7 +29,16 @@ import torchtitan.tools.utils as torchtitan_device  # noqa: E402
 
 if torchtitan_device.device_type == "cuda" and not torch.cuda.is_available():
     torchtitan_device.device_type = "cpu"
-    torchtitan_device.device_module = torch.cpu
+    torchtitan_device.device_module = SimpleNamespace(
+        **vars(torch.cpu) | {
+            # Memory statistics that torchtitan reads when it starts and torch.cpu does not keep.
+            "get_device_name": lambda device=None: "cpu",
+            "get_device_properties": lambda device=None: SimpleNamespace(total_memory=1),
+            "reset_peak_memory_stats": lambda device=None: None,
+            "empty_cache": lambda: None,
+            "memory_stats": lambda device=None: {},
+        }
+    )
 
 _FLASH_MODULES = {"FA3": "flash_attn_interface", "FA4": "flash_attn"}
 _newest_flash = torchtitan_device.get_cuda_flash_attention_impl()
@@ -39,19 +49,27 @@ if _newest_flash is not None and importlib.util.find_spec(_FLASH_MODULES[_newest
 DEVICE_TYPE: str = torchtitan_device.device_type
 
 
-def start_process_group(timeout_seconds: float) -> int:
-    """Number of ranks, after joining the process group that torchrun announces, or forming one of a single rank."""
+def start_process_group(num_ranks: int, *, timeout_seconds: float) -> None:
+    """Join the process group that torchrun announces, or form one of a single rank.
+
+    Raises ValueError when it has other than `num_ranks` ranks.
+    """
     if dist.is_initialized():
         raise RuntimeError("a process group already exists; close() the previous PolicyTrainer before the next open()")
+    started = int(os.environ.get("WORLD_SIZE", "1"))
+    if started != num_ranks:
+        raise ValueError(
+            f"trainer.num_ranks is {num_ranks}, but {started} processes run; start the trainer with "
+            f"torchrun --nproc-per-node {num_ranks}"
+        )
     os.environ.setdefault("LOCAL_RANK", "0")  # torchtitan picks the device by it
     backend = "gloo" if DEVICE_TYPE == "cpu" else None
     timeout = timedelta(seconds=timeout_seconds)
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+    if "RANK" in os.environ:
         dist.init_process_group(backend, timeout=timeout)
     else:
         # An in-memory store needs no address or port, so single-process trainers never collide.
         dist.init_process_group(backend, timeout=timeout, store=dist.HashStore(), rank=0, world_size=1)
-    return dist.get_world_size()
 
 
 def stop_process_group() -> None:

@@ -78,6 +78,7 @@ class PolicyTrainer(torchtitan.trainer.Trainer):
         torchtitan_log = logging.getLogger("torchtitan")
         torchtitan_log.setLevel(logging.ERROR)  # it warns of an unknown peak speed on every CPU
         try:
+            start_process_group(trainer.num_ranks, timeout_seconds=config.comm.init_timeout_seconds)
             policy = cls(config)
             policy._adopt(shape, optimizer, total_steps)
             policy.load_policy(hf_dir)
@@ -89,15 +90,8 @@ class PolicyTrainer(torchtitan.trainer.Trainer):
         return policy
 
     def init_distributed(self) -> ParallelDims:
-        """The device meshes, on a process group of our own making: one rank needs no address and no environment."""
-        num_ranks = start_process_group(self.config.comm.init_timeout_seconds)
-        expected = self.config.parallelism.data_parallel_shard_degree
-        if num_ranks != expected:
-            raise ValueError(
-                f"trainer.num_ranks is {expected}, but {num_ranks} processes run; start the trainer with "
-                f"torchrun --nproc-per-node {expected}"
-            )
-        return ParallelDims.from_config(self.config.parallelism, num_ranks)
+        """The device meshes on the process group that `open` started, which needs no address on a single rank."""
+        return ParallelDims.from_config(self.config.parallelism, dist.get_world_size())
 
     def _adopt(self, shape: PolicyShape, optimizer: OptimizerConfig, total_steps: int) -> None:
         self.shape = shape

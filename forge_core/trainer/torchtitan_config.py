@@ -116,7 +116,7 @@ def build_config(
         ),
         # The other backends need a type checker's runtime; this one trains on gloo and NCCL alike.
         parallelism=ParallelismConfig(data_parallel_shard_degree=trainer.num_ranks, spmd_backend="partial_dtensor"),
-        checkpoint=CheckpointManager.Config(enable=False),
+        checkpoint=CheckpointManager.Config(enable=False, initial_load_model_only=False),
         activation_checkpoint=_activation_checkpoint(trainer),
         compile=CompileConfig(components=["model"]),
         debug=DebugConfig(seed=seed),

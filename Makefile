@@ -1,0 +1,32 @@
+# `make demo` and `make test` set up .venv on the first call; later calls go straight to work.
+SEED ?= 0
+PYTHON ?= python3.11
+RUN := .venv/bin/python
+export PYTHON
+export PYTHONUNBUFFERED := 1
+export HF_HUB_OFFLINE := 1
+
+.PHONY: demo test setup lint clean
+
+demo: setup
+	@$(RUN) -m deployments.demo --seed $(SEED)
+
+test: setup lint
+	@echo "==> fast tests"
+	@$(RUN) -m pytest -m "not gpu and not slow" --durations=5
+	@echo "==> slow tests: real servers, end to end"
+	@$(RUN) -m pytest -m "slow and not gpu" --durations=5
+
+lint: setup
+	@bash deployments/step.sh "ruff check" "fix what is listed; '.venv/bin/ruff check --fix .' does most of it" \
+		.venv/bin/ruff check --quiet .
+	@bash deployments/step.sh "ruff format --check" "run '.venv/bin/ruff format .'" \
+		.venv/bin/ruff format --check --quiet .
+	@bash deployments/step.sh "type check" "fix the types listed above" \
+		.venv/bin/pyrefly check --summary=none
+
+setup:
+	@bash deployments/bootstrap.sh
+
+clean:
+	rm -rf .venv .forge build *.egg-info .pytest_cache .ruff_cache .hypothesis
