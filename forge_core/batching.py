@@ -60,7 +60,7 @@ class TrainBatch:
         return TrainBatch(*(getattr(self, field.name).to(device) for field in fields(self)))
 
     def for_rank(self, rank: int, num_ranks: int) -> TrainBatch:
-        """Rows rank, rank + num_ranks, ...: every rank gets ceil(B / num_ranks), the last ones padded with an empty row.
+        """Rows rank, rank + num_ranks, ...: ceil(B / num_ranks) of them, with an empty row where they run out.
 
         Equal numbers matter because a sharded model is gathered by all ranks together, micro-batch by micro-batch.
         """

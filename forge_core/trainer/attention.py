@@ -14,7 +14,6 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-
 from torchtitan.models.common.attention import VarlenAttention
 
 MAX_PADDING = 0.25  # a document at least this much shorter than a block's longest starts a new block
@@ -35,7 +34,7 @@ class DocumentBlocks:
 def find_documents(positions: Tensor, sequence_ids: Tensor) -> DocumentBlocks:
     """The blocks of a micro-batch; row padding (sequence id -1) is in none of them. Both arguments are [B, L]."""
     flat_positions = positions.flatten()
-    starts = torch.where((flat_positions == 0))[0]
+    starts = torch.where(flat_positions == 0)[0]
     lengths = torch.diff(starts, append=torch.tensor([len(flat_positions)]))
     is_document = sequence_ids.flatten()[starts] >= 0
     starts, lengths = starts[is_document], lengths[is_document]
@@ -70,9 +69,9 @@ class DocumentAttention(VarlenAttention):
 
     def forward(
         self,
-        q_BLNH: Tensor,  # noqa: N803  torchtitan's names
-        k_BLNH: Tensor,  # noqa: N803
-        v_BLNH: Tensor,  # noqa: N803
+        q_BLNH: Tensor,
+        k_BLNH: Tensor,
+        v_BLNH: Tensor,
         *,
         attention_masks: DocumentBlocks,
         scale: float | None = None,

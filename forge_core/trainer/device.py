@@ -30,7 +30,8 @@ import torchtitan.tools.utils as torchtitan_device  # noqa: E402
 if torchtitan_device.device_type == "cuda" and not torch.cuda.is_available():
     torchtitan_device.device_type = "cpu"
     torchtitan_device.device_module = SimpleNamespace(
-        **vars(torch.cpu) | {
+        **vars(torch.cpu)
+        | {
             # Memory statistics that torchtitan reads when it starts and torch.cpu does not keep.
             "get_device_name": lambda device=None: "cpu",
             "get_device_properties": lambda device=None: SimpleNamespace(total_memory=1),

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-
 from torchtitan.models.common.linear import Linear
 
 CHUNK_ELEMENTS = 2**25  # logits held at once; 128 MiB in float32

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,34 +37,45 @@ _REQUIRED_VALUES: dict[str, tuple[JsonValue, ...]] = {
 }
 
 
+@dataclass(frozen=True)
 class PolicyShape:
-    """The numbers of a `config.json` that shape the model; raises ValueError for what torchtitan cannot reproduce."""
+    """The numbers of a `config.json` that shape the model; equal shapes can hold each other's weights."""
 
-    def __init__(self, config: dict[str, Any]) -> None:
-        self.model_type: str = config.get("model_type", "")
-        if self.model_type not in ("llama", "qwen3"):
-            raise ValueError(
-                f"model_type in config.json is {self.model_type!r}; the trainer knows llama and qwen3, choose a policy "
-                "of one of these architectures"
-            )
-        _refuse_unsupported(config)
-        is_qwen3 = self.model_type == "qwen3"
-        self.dim = _positive(config, "hidden_size")
-        self.vocab_size = _positive(config, "vocab_size")
-        self.num_layers = _positive(config, "num_hidden_layers")
-        self.num_heads = _positive(config, "num_attention_heads")
-        self.hidden_dim = _positive(config, "intermediate_size")
-        self.max_positions = _positive(config, "max_position_embeddings")
-        self.num_kv_heads: int = config.get("num_key_value_heads") or (32 if is_qwen3 else self.num_heads)
-        self.head_dim: int = config.get("head_dim") or (128 if is_qwen3 else self.dim // self.num_heads)
-        self.norm_eps: float = config.get("rms_norm_eps", 1e-6)
-        self.is_tied: bool = config.get("tie_word_embeddings", False)
-        self.rope = _rope_parameters(config)
+    model_type: str
+    dim: int
+    vocab_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    hidden_dim: int
+    max_positions: int
+    norm_eps: float
+    is_tied: bool
+    rope: dict[str, JsonValue]
 
     @classmethod
     def read(cls, hf_dir: Path) -> PolicyShape:
-        """The shape of the policy in `hf_dir`."""
-        return cls(json.loads((hf_dir / "config.json").read_text()))
+        """The shape of the policy in `hf_dir`; raises ValueError for what torchtitan cannot reproduce."""
+        config = json.loads((hf_dir / "config.json").read_text())
+        _refuse_unsupported(config)
+        is_qwen3 = config["model_type"] == "qwen3"
+        dim, num_heads = _positive(config, "hidden_size"), _positive(config, "num_attention_heads")
+        return cls(
+            model_type=config["model_type"],
+            dim=dim,
+            vocab_size=_positive(config, "vocab_size"),
+            num_layers=_positive(config, "num_hidden_layers"),
+            num_heads=num_heads,
+            # The defaults below are those of transformers for the architecture.
+            num_kv_heads=config.get("num_key_value_heads") or (32 if is_qwen3 else num_heads),
+            head_dim=config.get("head_dim") or (128 if is_qwen3 else dim // num_heads),
+            hidden_dim=_positive(config, "intermediate_size"),
+            max_positions=_positive(config, "max_position_embeddings"),
+            norm_eps=config.get("rms_norm_eps", 1e-6),
+            is_tied=config.get("tie_word_embeddings", False),
+            rope=_rope_parameters(config),
+        )
 
 
 def build_model_spec(shape: PolicyShape, *, inner_attention: Module.Config, row_tokens: int) -> ModelSpec:
@@ -78,9 +90,7 @@ def build_model_spec(shape: PolicyShape, *, inner_attention: Module.Config, row_
             num_embeddings=shape.vocab_size, embedding_dim=shape.dim, param_init=_NOT_INITIALISED
         ),
         norm=_norm(shape.dim, shape),
-        lm_head=LogprobHead.Config(
-            in_features=shape.dim, out_features=shape.vocab_size, param_init=_NOT_INITIALISED
-        ),
+        lm_head=LogprobHead.Config(in_features=shape.dim, out_features=shape.vocab_size, param_init=_NOT_INITIALISED),
         layers=[_layer(shape, rope=rope, inner_attention=inner_attention) for _ in range(shape.num_layers)],
     )
     return ModelSpec(
@@ -157,13 +167,18 @@ def _rope_parameters(config: dict[str, Any]) -> dict[str, Any]:
         )
     if rope.get("partial_rotary_factor", 1.0) != 1.0:
         raise ValueError(
-            f"partial_rotary_factor in config.json is {rope['partial_rotary_factor']}; the trainer rotates whole heads, "
-            "use a policy with 1.0"
+            f"partial_rotary_factor in config.json is {rope['partial_rotary_factor']}; the trainer rotates whole "
+            "heads, use a policy with 1.0"
         )
     return rope
 
 
 def _refuse_unsupported(config: dict[str, Any]) -> None:
+    if config.get("model_type") not in ("llama", "qwen3"):
+        raise ValueError(
+            f"model_type in config.json is {config.get('model_type')!r}; the trainer knows llama and qwen3, choose a "
+            "policy of one of these architectures"
+        )
     for field, allowed in _REQUIRED_VALUES.items():
         if field in config and config[field] not in allowed:
             raise ValueError(

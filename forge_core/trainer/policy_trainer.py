@@ -69,9 +69,7 @@ class PolicyTrainer(torchtitan.trainer.Trainer):
         `total_steps` is the length of the learning-rate schedule, `scratch` a local directory for temporary files.
         """
         shape = PolicyShape.read(hf_dir)
-        spec = build_model_spec(
-            shape, inner_attention=attention_config(trainer), row_tokens=trainer.row_tokens
-        )
+        spec = build_model_spec(shape, inner_attention=attention_config(trainer), row_tokens=trainer.row_tokens)
         config = build_config(
             spec, trainer=trainer, optimizer=optimizer, total_steps=total_steps, seed=seed, scratch=scratch
         )
@@ -128,6 +126,11 @@ class PolicyTrainer(torchtitan.trainer.Trainer):
 
         Raises ValueError, and changes nothing, when they are not those of a policy of the same shape.
         """
+        shape = PolicyShape.read(hf_dir)
+        if shape != self.shape:
+            raise ValueError(
+                f"the policy in {hf_dir} is {shape}, but the open one is {self.shape}; open a trainer on it"
+            )
         self._reshard()
         weights.load_weights(self.model, self.adapter, hf_dir, is_tied=self.shape.is_tied)
 
@@ -189,6 +192,14 @@ class PolicyTrainer(torchtitan.trainer.Trainer):
         for name, values in output.metrics.items():
             sums.add(name, values[mask])
 
+    def forward(self, micro_batch: TrainBatch) -> Tensor | tuple[Tensor, Tensor]:
+        """What the output layer returns for rows on the trainer's device: logits [B, L, V], unless it holds a query."""
+        if isinstance(self.model_config.first_attention.inner_attention, DocumentAttention.Config):
+            attention_masks = find_documents(micro_batch.positions, micro_batch.sequence_ids)
+        else:
+            attention_masks = self.model.get_attention_masks(micro_batch.positions)
+        return self.model(micro_batch.tokens, positions=micro_batch.positions, attention_masks=attention_masks)
+
     @torch.no_grad()
     def logprobs(self, batch: TrainBatch, *, temperature: float = 1.0) -> Tensor:
         """Log-probability [B, L] of every trained token under the current policy, 0 elsewhere, on the CPU."""
@@ -244,15 +255,11 @@ class PolicyTrainer(torchtitan.trainer.Trainer):
 
     def _query_tokens(self, micro_batch: TrainBatch, temperature: float) -> tuple[Tensor, Tensor]:
         """Log-probabilities and entropies, both [n], of the n trained tokens in row-major order."""
-        positions = micro_batch.positions
-        is_cpu_attention = isinstance(self.model_config.first_attention.inner_attention, DocumentAttention.Config)
-        attention_masks = (
-            find_documents(positions, micro_batch.sequence_ids)
-            if is_cpu_attention
-            else self.model.get_attention_masks(positions)
-        )
         self.model.lm_head.query = TokenQuery(micro_batch.mask, micro_batch.labels, temperature)
-        return self.model(micro_batch.tokens, positions=positions, attention_masks=attention_masks)
+        try:
+            return self.forward(micro_batch)
+        finally:
+            self.model.lm_head.query = None
 
     def _clipped_grad_norm(self) -> float:
         """Global gradient norm before clipping; afterwards the gradient's norm is at most max_grad_norm."""

@@ -82,7 +82,9 @@ def copy_companions(source: Path, out_dir: Path, dtype: torch.dtype) -> None:
 def _read_safetensors(hf_dir: Path) -> dict[str, Tensor]:
     """All tensors by Hugging Face name; memory-mapped, so ranks of one machine share the pages."""
     index = hf_dir / "model.safetensors.index.json"
-    names = sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.exists() else ["model.safetensors"]
+    names = ["model.safetensors"]
+    if index.exists():
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
     tensors: dict[str, Tensor] = {}
     for name in names:
         if not (hf_dir / name).exists():
