@@ -5,6 +5,8 @@ RUN := .venv/bin/python
 export PYTHON
 export PYTHONUNBUFFERED := 1
 export HF_HUB_OFFLINE := 1
+# Where it is set, every one of our processes would compile all it imports: twice the start time.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test setup lint clean
 

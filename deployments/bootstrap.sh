@@ -2,6 +2,7 @@
 # Creates .venv with the pinned CPU set and this package; does nothing when that is already done.
 set -euo pipefail
 cd "$(dirname "$0")/.."
+unset PYTHONDONTWRITEBYTECODE # where it is set, every process would compile all it imports: twice the start time
 
 python=${PYTHON:-python3.11}
 venv=.venv

@@ -12,7 +12,7 @@ import boto3
 from botocore.config import Config
 from botocore.exceptions import BotoCoreError, ClientError
 
-from deployments.services import Service, free_port, start
+from deployments.local_service import Service, free_port, start
 
 BUCKET = "forge"
 _ACCESS_KEY = "forge"
@@ -80,11 +80,10 @@ def _has_bucket(url: str) -> bool:
         config=config,
     )
     try:
-        s3.create_bucket(Bucket=BUCKET)
+        if BUCKET not in [bucket["Name"] for bucket in s3.list_buckets()["Buckets"]]:
+            s3.create_bucket(Bucket=BUCKET)
         s3.put_object(Bucket=BUCKET, Key=".ready", Body=b"")
         s3.delete_object(Bucket=BUCKET, Key=".ready")
-    except ClientError as error:
-        return error.response["Error"]["Code"] == "BucketAlreadyExists" and False
-    except BotoCoreError:
+    except (BotoCoreError, ClientError):
         return False
     return True

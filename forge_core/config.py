@@ -121,9 +121,15 @@ class SftConfig(Settings):
     """Supervised fine-tuning on the assistant turns of a dataset."""
 
     dataset: DatasetConfig = Field(default_factory=DatasetConfig, description="Chat examples to learn from")
-    num_steps: int = Field(100, ge=0, description="Optimizer steps; 0 skips this stage")
+    num_steps: int = Field(100, ge=0, description="Optimizer steps at most; 0 skips this stage")
     batch_size: int = Field(64, ge=1, description="Examples per optimizer step")
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig, description="Optimizer of this stage")
+    stop_below_loss: float | None = Field(
+        None, gt=0, description="Stop early, after the cool-down, once the smoothed training loss is below this"
+    )
+    cooldown_steps: int = Field(
+        10, ge=0, description="Steps in which the learning rate falls linearly to 0 after stop_below_loss was reached"
+    )
 
 
 class GrpoConfig(Settings):

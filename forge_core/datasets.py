@@ -14,14 +14,19 @@ from forge_core.examples import Example, Message
 Split = Literal["train", "test"]
 
 
-def arithmetic(*, split: Split = "train", max_number: int = 99, test_fraction: float = 0.1) -> Iterator[Example]:
-    """Sums `a+b=` of numbers from 0 to `max_number`; which split a sum belongs to is decided by the hash of its text."""
-    for a in range(max_number + 1):
-        for b in range(max_number + 1):
-            question = f"{a}+{b}="
-            if _split_of(question, test_fraction) == split:
-                turns = (Message(role="user", content=question), Message(role="assistant", content=str(a + b)))
-                yield Example(id=question, messages=turns, answer=str(a + b))
+def arithmetic(
+    *, split: Split = "train", min_number: int = 0, max_number: int = 99, test_fraction: float = 0.1
+) -> Iterator[Example]:
+    """Sums `a+b=` of numbers from `min_number` to `max_number`.
+
+    The split is decided by the hash of the unordered pair, so that no held-out sum was practised the other way round.
+    """
+    for a in range(min_number, max_number + 1):
+        for b in range(min_number, max_number + 1):
+            if _split_of(f"{min(a, b)}+{max(a, b)}", test_fraction) == split:
+                question, answer = f"{a}+{b}=", str(a + b)
+                turns = (Message(role="user", content=question), Message(role="assistant", content=answer))
+                yield Example(id=question, messages=turns, answer=answer)
 
 
 def reasoning_gym(*, task: str, size: int = 500, seed: int = 0, split: Split = "train", **task_settings) -> Iterator[Example]:

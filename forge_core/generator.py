@@ -13,6 +13,7 @@ import json
 import logging
 import math
 import os
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,18 +23,21 @@ import torch
 
 
 def _prepare_environment() -> None:
-    """Set what vLLM reads from the environment while it is imported; what the user has set stays."""
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    """Set what vLLM reads while it is imported; what the user has set in the environment stays."""
+    on_gpu = torch.cuda.is_available()
+    # On a CPU vLLM warns a dozen times about choices that are ours or that a CPU leaves no choice in.
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING" if on_gpu else "ERROR")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_DO_NOT_TRACK", "1")
     # The engine inside this process: no second process to start or to lose, and its scheduling is deterministic.
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-    # torchao warns about each CUDA extension that a CPU build of torch cannot load.
-    logging.getLogger("torchao").setLevel(logging.ERROR)
-    if not torch.cuda.is_available():
+    if not on_gpu:
         # The default binds all threads to one core of a small machine.
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
+        # torchao warns about each CUDA extension that a CPU build of torch cannot load, torch about torchao's enums.
+        for name in ("torchao", "torch.utils._pytree", "vllm.triton_utils"):
+            logging.getLogger(name).setLevel(logging.ERROR)
+        warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
 
 
 _prepare_environment()
@@ -56,6 +60,11 @@ RESERVED_ENGINE_ARGS = {
     "logprobs_mode": "it stays processed_logprobs: the loss needs log-probs at the sampling temperature",
 }
 LOWEST_TEMPERATURE = 0.01  # vLLM raises anything lower to this value, 0 apart
+# On a CPU, policies of fewer parameters than this run on one thread: 512 completions of 16 tokens took 1.7 s on one
+# thread and on two (1.6 M parameters), but 13 s on two while another process, such as the trainer, used a core.
+SMALL_POLICY = 10_000_000
+MAX_CPU_KV_CACHE = 2**30  # bytes; clearing a GiB takes seconds of the engine's start
+CPU_BLOCK_TOKENS = 128  # vLLM's KV block on a CPU
 # Fields of config.json that do not change what the weights compute.
 COSMETIC_CONFIG = ("_name_or_path", "dtype", "torch_dtype", "transformers_version", "use_cache", "architectures")
 
@@ -81,7 +90,12 @@ class Generator:
     def __init__(self, hf_dir: Path, *, config: GeneratorConfig, seed: int) -> None:
         self._config = config
         self._served = _PolicyLayout.read(hf_dir)
-        self._llm: LLM | None = LLM(**_engine_args(hf_dir, config, seed))
+        args = _engine_args(hf_dir, config, seed)
+        if not torch.cuda.is_available():
+            args = self._served.cpu_engine_args(config) | args
+            if self._served.num_parameters < SMALL_POLICY and "OMP_NUM_THREADS" not in os.environ:
+                torch.set_num_threads(1)
+        self._llm: LLM | None = LLM(**args)
 
     def load_policy(self, hf_dir: Path) -> None:
         """Serve the weights in `hf_dir` from now on, in place; nothing computed with the old ones is used again.
@@ -94,6 +108,8 @@ class Generator:
         llm = self._engine()
         self._llm = None  # until the swap is complete there is nothing that may be served
         llm.collective_rpc("reload_weights", kwargs={"weights_path": str(hf_dir)})
+        if layout.config.get("tie_word_embeddings"):
+            llm.apply_model(_tie_output_layer)
         if not llm.reset_prefix_cache():
             raise RuntimeError(f"vLLM kept its prefix cache after loading {hf_dir}; start a new generator")
         self._llm, self._served = llm, layout
@@ -101,18 +117,19 @@ class Generator:
     def generate(
         self, prompts: list[list[int]], *, num_completions: int, sampling: SamplingConfig, seeds: list[int]
     ) -> list[list[Completion]]:
-        """`num_completions` completions of every prompt; `seeds[i]` decides those of `prompts[i]`, and nothing else does.
+        """`num_completions` completions of every prompt; `seeds[i]` alone decides those of `prompts[i]`.
 
         Raises ValueError for a prompt that leaves no room for `sampling.max_tokens`.
         """
         if len(seeds) != len(prompts):
             raise ValueError(f"{len(prompts)} prompts came with {len(seeds)} seeds; give one seed per prompt")
         _check_prompts(prompts, sampling.max_tokens, self._config.max_model_len)
-        outputs = self._engine().generate(
-            [{"prompt_token_ids": prompt} for prompt in prompts],
-            [_sampling_params(sampling, num_completions, seed) for seed in seeds],
-            use_tqdm=False,
-        )
+        params = [_sampling_params(sampling, num_completions, seed) for seed in seeds]
+        # vLLM compiles one function of its sampler even in eager mode: seconds, and a C++ compiler, for nothing on a CPU.
+        with torch.compiler.set_stance("default" if torch.cuda.is_available() else "force_eager"):
+            outputs = self._engine().generate(
+                [{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False
+            )
         return [[_completion(output) for output in request.outputs] for request in outputs]
 
     def close(self) -> None:
@@ -146,11 +163,23 @@ def _engine_args(hf_dir: Path, config: GeneratorConfig, seed: int) -> dict[str, 
         "max_num_seqs": config.max_num_seqs,
         "max_model_len": config.max_model_len,
         "logprobs_mode": "processed_logprobs",
+        "use_tqdm_on_load": False,
     }
     if not on_gpu:
         # Nothing is compiled for a CPU: a small policy would spend minutes to gain nothing.
         args |= {"enforce_eager": True, "distributed_executor_backend": "uni"}
+        # A prompt split over two steps takes back a random number, which a CPU generator cannot do: prompts stay whole.
+        args |= {"enable_chunked_prefill": False, "max_num_batched_tokens": max(4096, config.max_model_len)}
     return args | config.overrides
+
+
+def _tie_output_layer(model: torch.nn.Module) -> None:
+    """Give the output layer the embeddings that were just loaded: vLLM reloads only the latter.
+
+    On a GPU both are one tensor anyway; on a CPU the output layer multiplies with a packed copy of its own.
+    """
+    lm_head = model.lm_head.tie_weights(model.model.embed_tokens)
+    lm_head.quant_method.process_weights_after_loading(lm_head)
 
 
 def _check_prompts(prompts: Sequence[Sequence[int]], max_tokens: int, max_model_len: int) -> None:
@@ -222,6 +251,22 @@ class _PolicyLayout:
         if config.get("tie_word_embeddings"):
             tensors.pop("lm_head.weight", None)  # a copy of the embeddings that some writers store as well
         return cls(hf_dir, tensors, {key: value for key, value in config.items() if key not in COSMETIC_CONFIG})
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(math.prod(shape) for _, shape in self.tensors.values())
+
+    def cpu_engine_args(self, config: GeneratorConfig) -> dict[str, object]:
+        """Engine arguments for a CPU: nothing is compiled, and no more KV cache is cleared than could be filled."""
+        heads = self.config["num_attention_heads"]
+        head_dim = self.config.get("head_dim") or self.config["hidden_size"] // heads
+        token_bytes = 8 * self.config["num_hidden_layers"] * self.config.get("num_key_value_heads", heads) * head_dim
+        tokens = config.max_num_seqs * (config.max_model_len + CPU_BLOCK_TOKENS)
+        return {
+            "enforce_eager": True,
+            "distributed_executor_backend": "uni",
+            "kv_cache_memory_bytes": min(MAX_CPU_KV_CACHE, tokens * token_bytes),
+        }
 
     def require_same(self, other: _PolicyLayout) -> None:
         """Raises ValueError naming the first tensor or setting in which `other` differs."""

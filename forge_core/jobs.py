@@ -19,6 +19,7 @@ from forge_core.config import (
     RewardConfig,
     SamplingConfig,
     Settings,
+    SftConfig,
     TrainerConfig,
 )
 
@@ -110,9 +111,7 @@ class SftJob(StageJob):
     stage: Literal["sft"] = "sft"
     policy: Ref
     dataset: Ref
-    num_steps: int
-    batch_size: int
-    optimizer: OptimizerConfig
+    sft: SftConfig
     trainer: TrainerConfig
     seed: int
 

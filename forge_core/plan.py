@@ -71,9 +71,7 @@ class Plan:
             output=self._policy_uri(1),
             policy=policy,
             dataset=dataset,
-            num_steps=sft.num_steps,
-            batch_size=sft.batch_size,
-            optimizer=sft.optimizer,
+            sft=sft,
             trainer=self.config.trainer,
             seed=self.config.seed,
         )

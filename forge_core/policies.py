@@ -19,6 +19,7 @@ from transformers import (
     Qwen3Config,
     Qwen3ForCausalLM,
 )
+from transformers.utils import logging as transformers_logging
 
 from forge_core import storage
 from forge_core.config import FreshPolicyConfig, PolicyConfig
@@ -37,6 +38,7 @@ POLICY_FILES = (
     "*.safetensors",
     "*.safetensors.index.json",
 )
+VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab*")
 PICKLED_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 TRAINABLE_DTYPES = ("F32", "BF16", "F16")
 
@@ -63,6 +65,9 @@ def import_policy(config: PolicyConfig, out_dir: Path, *, seed: int, scratch: Pa
     anything that could not be trained and sampled later.
     """
     validate_policy_uri(config.uri)
+    # Progress bars are for terminals; the output of a stage is a log.
+    transformers_logging.disable_progress_bar()
+    huggingface_hub.utils.disable_progress_bars()
     out_dir.mkdir(parents=True, exist_ok=True)
     hub = HF_URI.match(config.uri)
     if config.uri == FRESH_URI:
@@ -205,6 +210,9 @@ def _check_weights(uri: str, out_dir: Path) -> None:
 
 
 def _check_tokenizer(uri: str, out_dir: Path) -> None:
+    # Without a vocabulary transformers 5 returns an empty tokenizer rather than an error.
+    if not _matching([path.name for path in out_dir.iterdir()], VOCABULARY_FILES):
+        raise policy_error(uri, "has no tokenizer", "add its tokenizer.json")
     try:
         tokenizer = AutoTokenizer.from_pretrained(out_dir)
     except Exception as error:  # transformers raises ValueError, OSError, KeyError or TypeError, by tokenizer class

@@ -25,12 +25,14 @@ def validate_policy_uri(uri: str) -> None:
     if uri.startswith("fresh://"):
         raise policy_error(uri, "names no built-in shape", f"use {FRESH_URI} and set policy.fresh for its sizes")
     if uri.startswith("hf://"):
-        raise policy_error(uri, "is not a model on the Hugging Face hub", "write hf://org/name or hf://org/name@revision")
+        raise policy_error(uri, "is not a model on the Hugging Face hub", "write hf://org/name[@revision]")
+    if re.search("://[^/]*@", uri):
+        raise policy_error(uri, "holds credentials", "put them in the environment (AWS_ACCESS_KEY_ID, ...)")
     _check_scheme(uri)
     try:
         _check_content(uri)
     except (ImportError, OSError) as error:
-        raise policy_error(uri, f"cannot be read ({error})", "check the path, the credentials and the network") from error
+        raise policy_error(uri, f"cannot be read ({error})", "check path, credentials and network") from error
 
 
 def policy_error(uri: str, problem: str, remedy: str) -> ValueError:

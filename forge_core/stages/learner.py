@@ -11,7 +11,7 @@ import torch.distributed
 
 from forge_core import artifacts, storage
 from forge_core.artifacts import ArtifactError, Manifest, Ref
-from forge_core.config import TrainerConfig
+from forge_core.config import OptimizerConfig, TrainerConfig
 from forge_core.jobs import SftJob, UpdateJob
 from forge_core.stages.workspace import Stopwatch, Workspace
 from forge_core.trainer.policy_trainer import PolicyTrainer
@@ -31,7 +31,9 @@ class Learner:
     policy: Ref | None
 
 
-def trainer_from_policy(job: SftJob | UpdateJob, policy: Ref, total_steps: int, workspace: Workspace) -> PolicyTrainer:
+def trainer_from_policy(
+    job: SftJob | UpdateJob, policy: Ref, optimizer: OptimizerConfig, total_steps: int, workspace: Workspace
+) -> PolicyTrainer:
     """A trainer with the stored weights of `policy` and a fresh optimizer; a warm one is re-used, with the same bits."""
     _, hf_dir = workspace.fetch(policy)
     learner: Learner | None = workspace.held.get("learner")
@@ -39,14 +41,14 @@ def trainer_from_policy(job: SftJob | UpdateJob, policy: Ref, total_steps: int, 
     if learner is not None and learner.config == job.trainer:
         learner.policy = None
         learner.trainer.load_policy(hf_dir)
-        learner.trainer.reset_optimizer(job.optimizer, total_steps)
+        learner.trainer.reset_optimizer(optimizer, total_steps)
         return learner.trainer
     if learner is not None:
         learner.trainer.close()
     trainer = PolicyTrainer.open(
         hf_dir,
         trainer=job.trainer,
-        optimizer=job.optimizer,
+        optimizer=optimizer,
         total_steps=total_steps,
         seed=job.seed,
         scratch=workspace.scratch / "trainer",
@@ -75,7 +77,7 @@ def trainer_at(
             break
         to_replay.append(made_by)
         policy = made_by.policy
-    trainer = trainer_from_policy(job, policy, job.total_steps, workspace)
+    trainer = trainer_from_policy(job, policy, job.optimizer, job.total_steps, workspace)
     if state_dir is not None:
         trainer.load_train_state(state_dir)
     for past in reversed(to_replay):
@@ -106,7 +108,8 @@ def publish_policy(
         torch.distributed.barrier()  # the other ranks read what rank 0 has committed
     committed = artifacts.read_manifest(job.output)
     assert committed is not None
-    workspace.held["learner"].policy = committed.ref
+    # What follows SFT begins with an optimizer of its own, so only an update leaves a state to continue from.
+    workspace.held["learner"].policy = committed.ref if job.stage == "update" else None
     return manifest
 
 

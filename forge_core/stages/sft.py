@@ -17,41 +17,59 @@ from forge_core.jobs import SftJob
 from forge_core.losses import cross_entropy
 from forge_core.stages.learner import publish_policy, trainer_from_policy
 from forge_core.stages.workspace import Stopwatch, Workspace
+from forge_core.trainer.policy_trainer import PolicyTrainer
 
 logger = logging.getLogger(__name__)
 
 
+SMOOTHING = 0.9  # of the training loss that stop_below_loss is compared with
+
+
 def run(job: SftJob, workspace: Workspace) -> Manifest | None:
-    """Train `num_steps` optimizer steps of `batch_size` examples each; returns the manifest on rank 0."""
-    watch = Stopwatch()
+    """Train for at most `num_steps` optimizer steps; returns the manifest on rank 0."""
+    watch, settings = Stopwatch(), job.sft
     with watch("load"):
-        trainer = trainer_from_policy(job, job.policy, job.num_steps, workspace)
+        trainer = trainer_from_policy(job, job.policy, settings.optimizer, settings.num_steps, workspace)
         _, dataset_dir = workspace.fetch(job.dataset)
         _, policy_dir = workspace.fetch(job.policy)
         sequences = encode(dataset_dir / "examples.jsonl", policy_dir)
-    metrics: list[dict[str, float]] = []
     with watch("sft"):
-        for step in range(job.num_steps):
-            window = take(
-                len(sequences),
-                start=step * job.batch_size,
-                count=job.batch_size,
-                seed=job.seed,
-                digest=job.dataset.digest,
-            )
-            batch = pack_sequences([sequences[index] for index in window], job.trainer.row_tokens)
-            metrics.append(trainer.train_step(batch, cross_entropy))
-            if (step + 1) % 50 == 0:
-                logger.info("sft step %d/%d loss %.4f", step + 1, job.num_steps, metrics[-1]["loss/policy"])
+        metrics = train(trainer, sequences, job)
     tail = metrics[-10:]
-    num_tokens = sum(step["tokens/total"] for step in metrics)
     summary = {
         "sft/loss": statistics.fmean(step["loss/policy"] for step in tail),
         "sft/first_loss": metrics[0]["loss/policy"],
         "sft/grad_norm": statistics.fmean(step["grad_norm/total"] for step in tail),
-        "tokens_per_second/sft": num_tokens / watch.seconds["sft"],
+        "sft/steps": len(metrics),
+        "tokens_per_second/sft": sum(step["tokens/total"] for step in metrics) / watch.seconds["sft"],
     }
     return publish_policy(job, job.policy, trainer, workspace, summary=summary, watch=watch)
+
+
+def train(trainer: PolicyTrainer, sequences: list[TrainSequence], job: SftJob) -> list[dict[str, float]]:
+    """Metrics of each optimizer step; ends early, after the cool-down, once the smoothed loss is low enough."""
+    settings = job.sft
+    metrics: list[dict[str, float]] = []
+    smoothed, stop_at = None, settings.num_steps
+    while len(metrics) < stop_at:
+        start = len(metrics) * settings.batch_size
+        window = take(
+            len(sequences), start=start, count=settings.batch_size, seed=job.seed, digest=job.dataset.digest
+        )  # fmt: skip
+        batch = pack_sequences([sequences[index] for index in window], job.trainer.row_tokens)
+        metrics.append(trainer.train_step(batch, cross_entropy))
+        loss = metrics[-1]["loss/policy"]
+        smoothed = loss if smoothed is None else SMOOTHING * smoothed + (1 - SMOOTHING) * loss
+        is_cooling = stop_at < settings.num_steps
+        if not is_cooling and settings.stop_below_loss is not None and smoothed < settings.stop_below_loss:
+            stop_at = min(len(metrics) + settings.cooldown_steps, settings.num_steps)
+            logger.info("sft loss %.3f is below %.3f: stopping at step %d", smoothed, settings.stop_below_loss, stop_at)
+            is_cooling = True
+        if is_cooling:
+            trainer.scale_learning_rate((stop_at - len(metrics)) / (settings.cooldown_steps + 1))
+        if len(metrics) % 50 == 0:
+            logger.info("sft step %d loss %.4f", len(metrics), smoothed)
+    return metrics
 
 
 def encode(examples_path: Path, policy_dir: Path) -> list[TrainSequence]:

@@ -6,10 +6,13 @@ logs through the root logger, and insists on FlashAttention 3 or 4 on recent GPU
 
 from __future__ import annotations
 
+import functools
 import gc
 import importlib.util
+import itertools
 import logging
 import os
+import warnings
 from datetime import timedelta
 from types import SimpleNamespace
 
@@ -19,6 +22,8 @@ import torch.distributed as dist
 # Both log warnings at import that no user can act on: missing CUDA extensions, and a deprecation inside torchao.
 logging.getLogger("torchao").setLevel(logging.ERROR)
 logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)
+# torchtitan seeds DTensor's generator on every start; nothing here draws random numbers in the model.
+warnings.filterwarnings("ignore", message="DTensor (random operators|manual_seed)", category=UserWarning)
 
 import torchtitan.tools.logging  # noqa: E402
 
@@ -47,6 +52,7 @@ if _newest_flash is not None and importlib.util.find_spec(_FLASH_MODULES[_newest
     # FlashAttention 2 ships with torch; the newer ones are packages that may not be installed.
     torchtitan_device.get_cuda_flash_attention_impl = lambda: None
 
+_group_numbers = itertools.count()
 DEVICE_TYPE: str = torchtitan_device.device_type
 
 
@@ -66,11 +72,19 @@ def start_process_group(num_ranks: int, *, timeout_seconds: float) -> None:
     os.environ.setdefault("LOCAL_RANK", "0")  # torchtitan picks the device by it
     backend = "gloo" if DEVICE_TYPE == "cpu" else None
     timeout = timedelta(seconds=timeout_seconds)
-    if "RANK" in os.environ:
-        dist.init_process_group(backend, timeout=timeout)
-    else:
-        # An in-memory store needs no address or port, so single-process trainers never collide.
-        dist.init_process_group(backend, timeout=timeout, store=dist.HashStore(), rank=0, world_size=1)
+    store, rank = _rendezvous()
+    # Every group gets its own part of the store: ranks that found the addresses of a closed group there would hang.
+    group_store = dist.PrefixStore(f"trainer-{next(_group_numbers)}", store)
+    dist.init_process_group(backend, timeout=timeout, store=group_store, rank=rank, world_size=num_ranks)
+
+
+@functools.cache
+def _rendezvous() -> tuple[dist.Store, int]:
+    """The store in which ranks find each other, and the rank of this process; one per process, for all its groups."""
+    if "RANK" not in os.environ:
+        return dist.HashStore(), 0  # in memory: needs no address or port, so single-process trainers never collide
+    store, rank, _ = next(iter(dist.rendezvous("env://")))
+    return store, rank
 
 
 def stop_process_group() -> None:

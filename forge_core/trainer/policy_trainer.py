@@ -121,6 +121,12 @@ class PolicyTrainer(torchtitan.trainer.Trainer):
         self.ntokens_seen = 0
         self._remember(optimizer, total_steps)
 
+    def scale_learning_rate(self, factor: float) -> None:
+        """Take the next step at `factor` times the learning rate of the schedule."""
+        for scheduler in self.lr_schedulers.schedulers:
+            for group, learning_rate in zip(scheduler.optimizer.param_groups, scheduler.get_last_lr(), strict=True):
+                group["lr"] = learning_rate * factor
+
     def load_policy(self, hf_dir: Path) -> None:
         """Take over the weights in `hf_dir`; optimizer and step stay.
 

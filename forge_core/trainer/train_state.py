@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,10 @@ def load_train_state(
 
     The weights are read into the memory of the model; the other parts take their state from what was read.
     """
-    dcp.load(_state(model, is_tied, optimizers, lr_schedulers, trainer), checkpoint_id=in_dir)
+    with warnings.catch_warnings():
+        # torchtitan's schedule asks torch's for a rate outside of a step, on purpose.
+        warnings.filterwarnings("ignore", message="To get the last learning rate")
+        dcp.load(_state(model, is_tied, optimizers, lr_schedulers, trainer), checkpoint_id=in_dir)
 
 
 def _state(

@@ -61,7 +61,8 @@ def export_weights(model: nn.Module, adapter: BaseStateDictAdapter, out_dir: Pat
     for name, tensor in native_state(model, is_tied=is_tied).items():
         full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
         if is_writer:
-            whole[name] = full.cpu()
+            # A copy: what was gathered from uneven shards is a view into a larger, padded buffer.
+            whole[name] = full.detach().to("cpu", copy=True)
     if is_writer:
         out_dir.mkdir(parents=True, exist_ok=True)
         hf_weights = {name: tensor.contiguous() for name, tensor in adapter.to_hf(whole).items()}

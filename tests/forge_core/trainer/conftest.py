@@ -84,7 +84,9 @@ def open_trainer(tmp_path: Path) -> Iterator[Callable[..., PolicyTrainer]]:
     """Opens a trainer, after closing the one before; the last one is closed at the end of the test."""
     opened: list[PolicyTrainer] = []
 
-    def open_(hf_dir: Path, *, optimizer: OptimizerConfig | None = None, total_steps: int = 8, **trainer) -> PolicyTrainer:
+    def open_(
+        hf_dir: Path, *, optimizer: OptimizerConfig | None = None, total_steps: int = 8, **trainer
+    ) -> PolicyTrainer:
         if opened:
             opened.pop().close()
         policy = PolicyTrainer.open(
@@ -103,18 +105,27 @@ def open_trainer(tmp_path: Path) -> Iterator[Callable[..., PolicyTrainer]]:
         opened.pop().close()
 
 
-@pytest.fixture
-def sequences() -> list[TrainSequence]:
+@pytest.fixture(scope="session")
+def make_sequences() -> Callable[[], list[TrainSequence]]:
     """Documents of 3 to 20 tokens, prompts of 2; lengths chosen so that rows hold unequal numbers of trained tokens."""
-    generator = torch.Generator().manual_seed(7)
 
-    def sequence(length: int) -> TrainSequence:
-        mask = torch.arange(length) >= 2
-        logprobs = torch.where(mask, -3.6 + 0.4 * torch.rand(length, generator=generator), 0.0)
-        ids = torch.randint(0, VOCAB_SIZE, (length,), generator=generator)
-        return TrainSequence(ids, mask, logprobs, float(torch.randn((), generator=generator)))
+    def make() -> list[TrainSequence]:
+        generator = torch.Generator().manual_seed(7)
 
-    return [sequence(length) for length in (20, 3, 9, 17, 3, 11, 5, 14, 8, 20, 6)]
+        def sequence(length: int) -> TrainSequence:
+            mask = torch.arange(length) >= 2
+            logprobs = torch.where(mask, -3.6 + 0.4 * torch.rand(length, generator=generator), 0.0)
+            ids = torch.randint(0, VOCAB_SIZE, (length,), generator=generator)
+            return TrainSequence(ids, mask, logprobs, float(torch.randn((), generator=generator)))
+
+        return [sequence(length) for length in (20, 3, 9, 17, 3, 11, 5, 14, 8, 20, 6)]
+
+    return make
+
+
+@pytest.fixture
+def sequences(make_sequences: Callable[[], list[TrainSequence]]) -> list[TrainSequence]:
+    return make_sequences()
 
 
 @pytest.fixture

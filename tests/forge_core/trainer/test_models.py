@@ -91,7 +91,9 @@ def test_a_model_that_knows_the_next_token_has_no_loss(make_policy, open_trainer
     trainer = open_trainer(make_policy("llama-untied", predict_successor))
     ids = torch.arange(5, 15)
     sequence = TrainSequence(ids, torch.arange(10) >= 1, torch.zeros(10))
-    assert trainer.train_step(pack_sequences([sequence], 32), cross_entropy)["loss/policy"] == pytest.approx(0, abs=1e-6)
+    assert trainer.train_step(pack_sequences([sequence], 32), cross_entropy)["loss/policy"] == pytest.approx(
+        0, abs=1e-6
+    )
 
 
 @pytest.mark.parametrize(
@@ -99,7 +101,11 @@ def test_a_model_that_knows_the_next_token_has_no_loss(make_policy, open_trainer
     [
         ("missing", lambda weights: weights.pop("model.norm.weight"), r"missing \['model.norm.weight'\]"),
         ("renamed", lambda weights: weights.update(extra=weights.pop("model.norm.weight")), r"unknown \['extra'\]"),
-        ("reshaped", lambda weights: weights.update({"model.norm.weight": torch.ones(16)}), r"is \(16,\).*makes it \(32,\)"),
+        (
+            "reshaped",
+            lambda weights: weights.update({"model.norm.weight": torch.ones(16)}),
+            r"is \(16,\).*makes it \(32,\)",
+        ),
     ],
 )
 def test_a_checkpoint_that_does_not_fit_is_refused_and_changes_nothing(
@@ -121,7 +127,7 @@ def test_a_policy_of_another_shape_is_refused(open_trainer, qwen3, make_policy, 
     other = shutil.copytree(qwen3, tmp_path / "other")
     config = json.loads((other / "config.json").read_text())
     (other / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 1e-5}))
-    with pytest.raises(ValueError, match="norm_eps=1e-05.*open a trainer on it"):
+    with pytest.raises(ValueError, match=r"norm_eps=1e-05.*open a trainer on it"):
         open_trainer(qwen3).load_policy(other)
 
 
