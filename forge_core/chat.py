@@ -62,6 +62,7 @@ def _render(
             return_dict=True,
             return_assistant_tokens_mask=has_blocks,
         )
+        assert isinstance(encoding, Mapping)
     except Exception as error:  # jinja and tokenizers raise plain Exceptions
         roles = [message.get("role") for message in messages]
         raise ValueError(f"cannot encode messages with roles {roles}: {error}") from error

@@ -17,9 +17,10 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
+from pydantic import JsonValue
 
 
 def _prepare_environment() -> None:
@@ -43,6 +44,7 @@ def _prepare_environment() -> None:
 _prepare_environment()
 
 from vllm import LLM, EngineArgs, SamplingParams  # noqa: E402  (reads the environment prepared above)
+from vllm.logprobs import Logprob  # noqa: E402
 from vllm.outputs import CompletionOutput  # noqa: E402
 
 from forge_core.config import GeneratorConfig, SamplingConfig  # noqa: E402
@@ -90,12 +92,7 @@ class Generator:
     def __init__(self, hf_dir: Path, *, config: GeneratorConfig, seed: int) -> None:
         self._config = config
         self._served = _PolicyLayout.read(hf_dir)
-        args = _engine_args(hf_dir, config, seed)
-        if not torch.cuda.is_available():
-            args = self._served.cpu_engine_args(config) | args
-            if self._served.num_parameters < SMALL_POLICY and "OMP_NUM_THREADS" not in os.environ:
-                torch.set_num_threads(1)
-        self._llm: LLM | None = LLM(**args)
+        self._llm: LLM | None = LLM(**_engine_args(self._served, config, seed))
 
     def load_policy(self, hf_dir: Path) -> None:
         """Serve the weights in `hf_dir` from now on, in place; nothing computed with the old ones is used again.
@@ -108,7 +105,7 @@ class Generator:
         llm = self._engine()
         self._llm = None  # until the swap is complete there is nothing that may be served
         llm.collective_rpc("reload_weights", kwargs={"weights_path": str(hf_dir)})
-        if layout.config.get("tie_word_embeddings"):
+        if layout.config.get("tie_word_embeddings") and not torch.cuda.is_available():
             llm.apply_model(_tie_output_layer)
         if not llm.reset_prefix_cache():
             raise RuntimeError(f"vLLM kept its prefix cache after loading {hf_dir}; start a new generator")
@@ -125,7 +122,7 @@ class Generator:
             raise ValueError(f"{len(prompts)} prompts came with {len(seeds)} seeds; give one seed per prompt")
         _check_prompts(prompts, sampling.max_tokens, self._config.max_model_len)
         params = [_sampling_params(sampling, num_completions, seed) for seed in seeds]
-        # vLLM compiles one function of its sampler even in eager mode: seconds, and a C++ compiler, for nothing on a CPU.
+        # Even in eager mode vLLM compiles one function of its sampler, which costs seconds and needs a C++ compiler.
         with torch.compiler.set_stance("default" if torch.cuda.is_available() else "force_eager"):
             outputs = self._engine().generate(
                 [{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False
@@ -145,19 +142,12 @@ class Generator:
         return self._llm
 
 
-def _engine_args(hf_dir: Path, config: GeneratorConfig, seed: int) -> dict[str, object]:
+def _engine_args(layout: _PolicyLayout, config: GeneratorConfig, seed: int) -> dict[str, Any]:
     """Arguments of the engine, `config.overrides` checked and included."""
-    known = {field.name for field in dataclasses.fields(EngineArgs)}
-    for name in config.overrides:
-        if name in RESERVED_ENGINE_ARGS:
-            raise ValueError(f"generator.overrides sets {name}; {RESERVED_ENGINE_ARGS[name]}")
-        if name not in known:
-            close = difflib.get_close_matches(name, known)
-            hint = f"did you mean {' or '.join(close)}?" if close else "see vLLM's EngineArgs for the names"
-            raise ValueError(f"generator.overrides sets {name}, which vLLM does not have; {hint}")
+    _check_overrides(config.overrides)
     on_gpu = torch.cuda.is_available()
-    args: dict[str, object] = {
-        "model": str(hf_dir),
+    args = {
+        "model": str(layout.hf_dir),
         "dtype": ("bfloat16" if on_gpu else "float32") if config.dtype == "auto" else config.dtype,
         "seed": seed % 2**32,  # vLLM seeds NumPy with it; samples take their own seeds
         "max_num_seqs": config.max_num_seqs,
@@ -165,21 +155,43 @@ def _engine_args(hf_dir: Path, config: GeneratorConfig, seed: int) -> dict[str, 
         "logprobs_mode": "processed_logprobs",
         "use_tqdm_on_load": False,
     }
-    if not on_gpu:
+    return args | ({} if on_gpu else _cpu_engine_args(layout, config)) | config.overrides
+
+
+def _check_overrides(overrides: Mapping[str, JsonValue]) -> None:
+    known = {field.name for field in dataclasses.fields(EngineArgs)}
+    for name in overrides:
+        if name in RESERVED_ENGINE_ARGS:
+            raise ValueError(f"generator.overrides sets {name}; {RESERVED_ENGINE_ARGS[name]}")
+        if name not in known:
+            close = difflib.get_close_matches(name, known)
+            hint = f"did you mean {' or '.join(close)}?" if close else "see vLLM's EngineArgs for the names"
+            raise ValueError(f"generator.overrides sets {name}, which vLLM does not have; {hint}")
+
+
+def _cpu_engine_args(layout: _PolicyLayout, config: GeneratorConfig) -> dict[str, Any]:
+    if layout.num_parameters < SMALL_POLICY and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(1)
+    tokens = config.max_num_seqs * (config.max_model_len + CPU_BLOCK_TOKENS)
+    return {
         # Nothing is compiled for a CPU: a small policy would spend minutes to gain nothing.
-        args |= {"enforce_eager": True, "distributed_executor_backend": "uni"}
+        "enforce_eager": True,
+        "distributed_executor_backend": "uni",
+        # No more is cleared than could be filled; without this vLLM takes most of the machine's memory.
+        "kv_cache_memory_bytes": min(MAX_CPU_KV_CACHE, tokens * layout.kv_bytes_per_token),
         # A prompt split over two steps takes back a random number, which a CPU generator cannot do: prompts stay whole.
-        args |= {"enable_chunked_prefill": False, "max_num_batched_tokens": max(4096, config.max_model_len)}
-    return args | config.overrides
+        "enable_chunked_prefill": False,
+        "max_num_batched_tokens": max(4096, config.max_model_len),
+    }
 
 
-def _tie_output_layer(model: torch.nn.Module) -> None:
-    """Give the output layer the embeddings that were just loaded: vLLM reloads only the latter.
+def _tie_output_layer(model: Any) -> None:
+    """Give the output layer the embeddings that were just loaded, since vLLM reloads only the latter.
 
-    On a GPU both are one tensor anyway; on a CPU the output layer multiplies with a packed copy of its own.
+    On a GPU the two are one tensor; on a CPU the output layer multiplies with a packed copy made at the start.
     """
-    lm_head = model.lm_head.tie_weights(model.model.embed_tokens)
-    lm_head.quant_method.process_weights_after_loading(lm_head)
+    output_layer = model.lm_head.tie_weights(model.model.embed_tokens)
+    output_layer.quant_method.process_weights_after_loading(output_layer)
 
 
 def _check_prompts(prompts: Sequence[Sequence[int]], max_tokens: int, max_model_len: int) -> None:
@@ -219,13 +231,15 @@ def _completion(output: CompletionOutput) -> Completion:
         raise RuntimeError(f"vLLM ended a completion with {output.finish_reason}; see its log")
     return Completion(
         token_ids=tuple(output.token_ids),
-        logprobs=_sampled_logprobs(output.token_ids, output.logprobs),
+        logprobs=sampled_logprobs(output.token_ids, output.logprobs),
         finish_reason=output.finish_reason,
         text=output.text,
     )
 
 
-def _sampled_logprobs(token_ids: Sequence[int], logprobs: Sequence[Mapping | None] | None) -> tuple[float, ...]:
+def sampled_logprobs(
+    token_ids: Sequence[int], logprobs: Sequence[Mapping[int, Logprob] | None] | None
+) -> tuple[float, ...]:
     """The log-prob of each sampled token, nan where vLLM returned none."""
     rows = list(logprobs or [])
     rows += [None] * (len(token_ids) - len(rows))
@@ -239,7 +253,7 @@ class _PolicyLayout:
 
     hf_dir: Path
     tensors: dict[str, tuple[str, tuple[int, ...]]]
-    config: dict[str, object]
+    config: dict[str, Any]  # config.json without what is cosmetic
 
     @classmethod
     def read(cls, hf_dir: Path) -> _PolicyLayout:
@@ -256,17 +270,13 @@ class _PolicyLayout:
     def num_parameters(self) -> int:
         return sum(math.prod(shape) for _, shape in self.tensors.values())
 
-    def cpu_engine_args(self, config: GeneratorConfig) -> dict[str, object]:
-        """Engine arguments for a CPU: nothing is compiled, and no more KV cache is cleared than could be filled."""
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Size of a token's keys and values in float32, over all layers."""
         heads = self.config["num_attention_heads"]
         head_dim = self.config.get("head_dim") or self.config["hidden_size"] // heads
-        token_bytes = 8 * self.config["num_hidden_layers"] * self.config.get("num_key_value_heads", heads) * head_dim
-        tokens = config.max_num_seqs * (config.max_model_len + CPU_BLOCK_TOKENS)
-        return {
-            "enforce_eager": True,
-            "distributed_executor_backend": "uni",
-            "kv_cache_memory_bytes": min(MAX_CPU_KV_CACHE, tokens * token_bytes),
-        }
+        num_kv_heads = self.config.get("num_key_value_heads") or heads
+        return 2 * 4 * self.config["num_hidden_layers"] * num_kv_heads * head_dim
 
     def require_same(self, other: _PolicyLayout) -> None:
         """Raises ValueError naming the first tensor or setting in which `other` differs."""

@@ -15,6 +15,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     GenerationConfig,
+    GgufConfig,
     PreTrainedTokenizerFast,
     Qwen3Config,
     Qwen3ForCausalLM,
@@ -89,6 +90,10 @@ def build_fresh_policy(out_dir: Path, shape: FreshPolicyConfig, seed: int) -> No
             f"policy.fresh.num_heads is {shape.num_heads}, not a multiple of num_kv_heads ({shape.num_kv_heads}); "
             "every key/value head serves the same number of query heads"
         )
+    if shape.head_dim % 32:
+        raise ValueError(
+            f"policy.fresh.head_dim is {shape.head_dim}; vLLM's CPU attention needs a multiple of 32, use 32 or 64"
+        )
     tokenizer = _character_tokenizer(shape.max_position_embeddings)
     token_ids = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     config = Qwen3Config(
@@ -135,7 +140,7 @@ def _download_from_hub(uri: str, repo: str, revision: str | None) -> str:
         return huggingface_hub.snapshot_download(
             repo, revision=revision, allow_patterns=list(POLICY_FILES), ignore_patterns=["*/*"]
         )
-    except (OSError, ValueError, huggingface_hub.errors.HfHubHTTPError) as error:
+    except (OSError, ValueError) as error:  # huggingface_hub derives its errors from these
         raise policy_error(
             uri, f"could not be downloaded ({error})", "check the name, the network, HF_TOKEN and HF_HUB_OFFLINE"
         ) from error
@@ -160,12 +165,16 @@ def _convert_gguf(uri: str, out_dir: Path, scratch: Path) -> None:
     """Write the dequantised weights and the tokenizer of a .gguf file; float32, as llama.cpp formats do not train."""
     storage.download(uri, scratch / "policy.gguf")
     try:
-        model = AutoModelForCausalLM.from_pretrained(scratch, gguf_file="policy.gguf", dtype=torch.float32)
+        model = AutoModelForCausalLM.from_pretrained(
+            scratch, gguf_file="policy.gguf", dtype=torch.float32, quantization_config=GgufConfig(dequantize=True)
+        )
         tokenizer = AutoTokenizer.from_pretrained(scratch, gguf_file="policy.gguf")
     except Exception as error:  # the gguf reader raises whatever its parser meets
         raise policy_error(uri, f"transformers cannot read ({error})", "use a safetensors directory") from error
+    # The weights are plain by now; vLLM would take the remaining mention for a quantized policy.
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
+    assert tokenizer is not None
     model.save_pretrained(out_dir)
     tokenizer.save_pretrained(out_dir)
 
@@ -183,7 +192,7 @@ def read_tensor_headers(hf_dir: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
     for name in names:
         try:
             with safe_open(hf_dir / name, framework="pt") as shard:
-                for key in shard.keys():
+                for key in shard.keys():  # noqa: SIM118  (not a mapping)
                     tensor = shard.get_slice(key)
                     headers[key] = (tensor.get_dtype(), tuple(tensor.get_shape()))
         except (OSError, SafetensorError) as error:
@@ -217,6 +226,7 @@ def _check_tokenizer(uri: str, out_dir: Path) -> None:
         tokenizer = AutoTokenizer.from_pretrained(out_dir)
     except Exception as error:  # transformers raises ValueError, OSError, KeyError or TypeError, by tokenizer class
         raise policy_error(uri, f"has no usable tokenizer ({error})", "add its tokenizer.json") from error
+    assert tokenizer is not None
     if not tokenizer.chat_template:
         raise policy_error(
             uri, "has no chat template", "add chat_template.jinja, or start from an instruction-tuned policy"

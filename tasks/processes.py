@@ -40,6 +40,10 @@ class StageProcesses:
             process.close()
         return manifest
 
+    def warm(self, role: str) -> StageProcess:
+        """The live process of a role that stays warm."""
+        return self._warm[role]
+
     def start_all(self) -> None:
         """Start the warm processes side by side, so that their imports overlap."""
         for role in ("scorer", "generator", "trainer"):

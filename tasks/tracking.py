@@ -80,7 +80,11 @@ class Tracker:
         plan = self._plan
         name = f"forge/{plan.config.name}"
         experiment = self._client.get_experiment_by_name(name)
-        self._experiment_id = experiment.experiment_id if experiment else self._client.create_experiment(name)
+        # A server knows where its artifacts go; a bare SQLite file would leave them in the working directory.
+        place = None if os.environ.get("MLFLOW_TRACKING_URI") else (local_home() / "mlflow-artifacts").as_uri()
+        self._experiment_id = (
+            experiment.experiment_id if experiment else self._client.create_experiment(name, artifact_location=place)
+        )
         tags = {"forge.run_uri": plan.run_uri, "forge.run_id": plan.run_id}
         if self._flow_run_id:
             tags["prefect.flow_run_id"] = self._flow_run_id
@@ -188,9 +192,14 @@ def tracking_uri() -> str:
     configured = os.environ.get("MLFLOW_TRACKING_URI")
     if configured:
         return configured
+    return f"sqlite:///{local_home() / 'mlflow.db'}"
+
+
+def local_home() -> Path:
+    """The directory of local data, created when missing."""
     home = Path(".forge").absolute()
     home.mkdir(exist_ok=True)
-    return f"sqlite:///{home / 'mlflow.db'}"
+    return home
 
 
 def flatten(value: object, prefix: str = "") -> dict[str, str]:

@@ -92,3 +92,8 @@ def stop_process_group() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
     gc.enable()  # torchtitan's trainer switches collection off
+
+
+def peak_flops() -> float:
+    """bfloat16 operations per second that the maker states for this GPU."""
+    return torchtitan_device.get_peak_flops(torch.cuda.get_device_name())

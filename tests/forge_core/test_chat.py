@@ -60,7 +60,8 @@ def test_fresh_template_marks_each_answer_with_its_end_of_turn(fresh_tokenizer):
 
 def test_prompt_ids_are_a_plain_list_of_integers(fresh_tokenizer):
     prompt = encode_prompt(fresh_tokenizer, QUESTION)
-    assert type(prompt) is list and {type(token) for token in prompt} == {int}
+    assert type(prompt) is list
+    assert {type(token) for token in prompt} == {int}
 
 
 @pytest.mark.parametrize(
@@ -112,12 +113,12 @@ def test_conversation_without_an_assistant_turn_is_an_error():
 def test_template_that_rewrites_earlier_turns_is_an_error():
     # Rendered with a prompt to follow, this template adds a hint that the finished conversation does not have.
     hint = PLAIN.replace("{% if add_generation_prompt %}", "{% if add_generation_prompt %}think!")
-    with pytest.raises(ValueError, match="first 1 messages .* not a prefix .* differ at token 9"):
+    with pytest.raises(ValueError, match=r"first 1 messages .* not a prefix .* differ at token 9"):
         encode_conversation(tiny_tokenizer(hint), TURN)  # "[u]1+1=" is 7 tokens, <e> and the newline make 9
 
 
 def test_tokenizer_without_a_template_names_the_remedy():
-    with pytest.raises(ValueError, match="chat_template.jinja"):
+    with pytest.raises(ValueError, match=r"chat_template\.jinja"):
         encode_prompt(tiny_tokenizer(None), QUESTION)
 
 

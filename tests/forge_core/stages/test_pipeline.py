@@ -1,0 +1,160 @@
+"""Whole runs in real stage processes: warm, cold, killed and resumed runs publish the same bits."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from forge_core import storage
+from forge_core.artifacts import ArtifactError, read_manifest
+from forge_core.jobs import StageJob, UpdateJob
+from forge_core.plan import Plan
+from forge_core.stages.process import StageError
+from tasks.processes import stage_processes
+from tests.pipeline import COLD, in_processes, policies, run_pipeline, steps, tiny_config, weights_sha256
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Weights of every policy version of a run that nothing happened to."""
+    root = str(tmp_path_factory.mktemp("undisturbed"))
+    found = weights_sha256(run_pipeline(tiny_config(root), "run"))
+    assert len(found) == 5  # start, SFT, three GRPO updates
+    assert len(set(found)) == 5  # each stage moved the weights
+    return found
+
+
+def test_cold_processes_publish_the_same_weights_as_warm_ones(undisturbed, tmp_path: Path):
+    # A cold trainer holds no optimizer: it replays stored rollouts up to the policy each update starts from.
+    assert weights_sha256(run_pipeline(tiny_config(str(tmp_path), keep_warm=COLD), "run")) == undisturbed
+
+
+def test_an_s3_store_holds_the_same_weights(undisturbed, seaweed_s3: str):
+    assert weights_sha256(run_pipeline(tiny_config(f"{seaweed_s3}/pipeline"), "run")) == undisturbed
+
+
+def test_another_seed_gives_another_policy(undisturbed, tmp_path: Path):
+    assert weights_sha256(run_pipeline(tiny_config(str(tmp_path), seed=1), "run"))[0] != undisturbed[0]
+
+
+@pytest.mark.parametrize("stage", ["sft", "rollout", "score", "update"])
+def test_a_stage_process_killed_at_work_is_replaced_and_the_bits_are_the_same(undisturbed, tmp_path: Path, stage: str):
+    config = tiny_config(str(tmp_path))
+    killed: list[str] = []
+    with stage_processes(config, logging.getLogger("pipeline")) as processes:
+        plan, run = Plan(config, "run"), in_processes(processes)
+
+        def run_with_a_kill(job: StageJob):
+            # The second job of its kind where there are several: by then the process is warm.
+            is_victim = job.stage == stage and (stage == "sft" or job.output.endswith("3"))
+            if not is_victim or killed:
+                return run(job)
+            pid = processes.warm(job.role).pid
+            threading.Timer(0.05, os.kill, (pid, signal.SIGKILL)).start()
+            with pytest.raises(StageError, match="SIGKILL") as caught:
+                run(job)
+            killed.append(caught.value.cause)
+            return run(job)
+
+        steps(plan, run_with_a_kill)
+        assert killed == ["died"]
+        assert weights_sha256(policies(plan)) == undisturbed
+
+
+def test_a_run_resumed_by_a_new_owner_makes_only_what_is_missing(undisturbed, tmp_path: Path):
+    config = tiny_config(str(tmp_path))
+
+    class OwnerGone(Exception):
+        pass
+
+    with pytest.raises(OwnerGone), stage_processes(config, logging.getLogger("pipeline")) as processes:
+        run = in_processes(processes)
+
+        def run_until_the_second_update(job: StageJob):
+            if isinstance(job, UpdateJob) and job.output.endswith("v0004"):
+                raise OwnerGone
+            return run(job)
+
+        steps(Plan(config, "run"), run_until_the_second_update)
+    plan = Plan(config, "run")
+    before = {uri: read_manifest(uri) for uri in _artifact_uris(plan)}
+    assert weights_sha256(run_pipeline(config, "run")) == undisturbed
+    after = {uri: read_manifest(uri) for uri in before}
+    assert after == before
+
+
+@pytest.mark.parametrize("damage", ["flip", "truncate", "delete"])
+def test_a_damaged_snapshot_is_named_and_replay_goes_further_back(undisturbed, tmp_path: Path, damage: str, caplog):
+    config = tiny_config(str(tmp_path))
+    run_pipeline(config, "run")
+    plan = Plan(config, "run")
+    snapshot = read_manifest(f"{plan.run_uri}/train_states/v0002")
+    assert snapshot is not None
+    for name in ("policies/v0003", "policies/v0004"):
+        manifest = storage.local_path(f"{plan.run_uri}/{name}/manifest.json")
+        assert manifest is not None
+        manifest.unlink()
+    path = storage.local_path(f"{snapshot.files_uri}/{snapshot.files[0].path}")
+    assert path is not None
+    data = path.read_bytes()
+    if damage == "delete":
+        path.unlink()
+    else:
+        path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]) if damage == "flip" else data[:-1])
+    with caplog.at_level(logging.INFO):
+        assert weights_sha256(run_pipeline(config, "run")) == undisturbed
+    assert "train_states/v0002 cannot be used" in caplog.text
+    assert "replaying the update that made" in caplog.text
+
+
+def test_stage_processes_end_with_their_owner(tmp_path: Path):
+    config = tiny_config(str(tmp_path))
+    pid = os.fork()
+    if pid == 0:  # an owner that is killed without a chance to clean up
+        with stage_processes(config, logging.getLogger("pipeline")) as processes:
+            pids = [processes.warm(role).pid for role in ("trainer", "generator", "scorer")]
+            (tmp_path / "pids.part").write_text(" ".join(map(str, pids)))
+            (tmp_path / "pids.part").rename(tmp_path / "pids")
+            time.sleep(600)
+    while not (tmp_path / "pids").exists():
+        time.sleep(0.1)
+    children = [int(text) for text in (tmp_path / "pids").read_text().split()]
+    time.sleep(3)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    deadline = time.monotonic() + 30
+    while any(_is_alive(child) for child in children):
+        assert time.monotonic() < deadline, "a stage process outlived its owner"
+        time.sleep(0.2)
+
+
+def test_a_run_id_with_other_settings_is_refused_and_the_difference_named(tmp_path: Path):
+    config = tiny_config(str(tmp_path))
+    run_pipeline(config, "run")
+    changed = config.model_copy(update={"sft": config.sft.model_copy(update={"batch_size": 16})})
+    with pytest.raises(ArtifactError, match=r"sft.batch_size \(32 there, 16 here\)"):
+        run_pipeline(changed, "run")
+
+
+def _artifact_uris(plan: Plan) -> list[str]:
+    return [
+        f"{plan.run_uri}/{kind}/{name}"
+        for kind in ("datasets", "policies", "rollouts", "scored")
+        for name in storage.list_names(f"{plan.run_uri}/{kind}")
+    ]
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False

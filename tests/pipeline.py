@@ -1,0 +1,66 @@
+"""A whole run without Prefect: the same jobs in the same stage processes, for tests of what they publish."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+from forge_core.artifacts import Manifest, Ref, read_manifest
+from forge_core.config import PostTrainConfig, WarmthConfig, load_config
+from forge_core.jobs import StageJob
+from forge_core.plan import Plan
+from forge_core.stages.workspace import committed
+from tasks.processes import StageProcesses, stage_processes
+
+TINY = Path(__file__).parent.parent / "deployments" / "configs" / "tiny.yaml"
+COLD = WarmthConfig(trainer=False, generator=False, scorer=False)
+Run = Callable[[StageJob], Ref]
+
+
+def tiny_config(root: str, **changes) -> PostTrainConfig:
+    """The smoke-test recipe with its artifacts under `root`."""
+    return load_config(TINY, PostTrainConfig).model_copy(update={"root": root} | changes)
+
+
+def run_pipeline(config: PostTrainConfig, run_id: str, run: Run | None = None) -> list[Manifest]:
+    """All policy versions of a run, oldest first; `run` replaces the stage processes of this config."""
+    with stage_processes(config, logging.getLogger("pipeline")) as processes:
+        plan = Plan(config, run_id)
+        steps(plan, run or in_processes(processes))
+        return policies(plan)
+
+
+def in_processes(processes: StageProcesses) -> Run:
+    """Jobs run in stage processes unless their output is committed."""
+
+    def run(job: StageJob) -> Ref:
+        return (committed(job) or processes.run(job)).ref
+
+    return run
+
+
+def steps(plan: Plan, run: Run) -> None:
+    """What flows/post_train.py does, evaluation and publication apart."""
+    sft, grpo = plan.sft_config, plan.grpo_config
+    assert sft is not None
+    assert grpo is not None
+    policy = run(plan.start())
+    policy = run(plan.sft(policy, run(plan.dataset(sft.dataset))))
+    problems = run(plan.dataset(grpo.dataset))
+    for iteration in range(grpo.num_iterations):
+        scored = run(plan.score(run(plan.rollout(policy, problems, iteration)), iteration))
+        policy = run(plan.update(policy, scored, iteration))
+
+
+def policies(plan: Plan) -> list[Manifest]:
+    """The committed policy versions of a run, oldest first."""
+    found: list[Manifest] = []
+    while (manifest := read_manifest(f"{plan.run_uri}/policies/v{len(found):04d}")) is not None:
+        found.append(manifest)
+    return found
+
+
+def weights_sha256(manifests: list[Manifest]) -> list[str]:
+    """SHA-256 of the weights of each policy version."""
+    return [file.sha256 for manifest in manifests for file in manifest.files if file.path.endswith(".safetensors")]
