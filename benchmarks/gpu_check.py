@@ -141,10 +141,8 @@ def accuracy(logprobs: Tensor, batch: TrainBatch, hf_dir: Path) -> dict[str, flo
     documents = [batch.sequence_ids == index for index in range(4)]
     trained = [document & batch.mask for document in documents]
     trainer_dtype = torch.float32 if DEVICE_TYPE == "cpu" else torch.bfloat16
-    exact, rounded = (
-        torch.cat([transformers_logprobs(hf_dir, dtype, batch, document) for document in documents])
-        for dtype in (torch.float32, trainer_dtype)
-    )
+    exact = transformers_logprobs(hf_dir, torch.float32, batch, documents)
+    rounded = transformers_logprobs(hf_dir, trainer_dtype, batch, documents)
     ours = torch.cat([logprobs[mask] for mask in trained])
     return {
         "logprob_difference/mean": float((ours - exact).abs().mean()),
@@ -155,12 +153,16 @@ def accuracy(logprobs: Tensor, batch: TrainBatch, hf_dir: Path) -> dict[str, flo
 
 
 @torch.no_grad()
-def transformers_logprobs(hf_dir: Path, dtype: torch.dtype, batch: TrainBatch, document: Tensor) -> Tensor:
-    """Log-probabilities [n] of the trained tokens of one document."""
+def transformers_logprobs(hf_dir: Path, dtype: torch.dtype, batch: TrainBatch, documents: list[Tensor]) -> Tensor:
+    """Log-probabilities [n] of the trained tokens of the documents at these places, one document after the other."""
     model = Qwen3ForCausalLM.from_pretrained(hf_dir, dtype=dtype).to(DEVICE_TYPE).eval()
-    logits = model(batch.tokens[document][None].to(DEVICE_TYPE)).logits[0].float()
-    labels, mask = batch.labels[document].to(DEVICE_TYPE), batch.mask[document].to(DEVICE_TYPE)
-    return F.log_softmax(logits, dim=-1).gather(-1, labels[:, None])[mask, 0].cpu()
+    pieces = []
+    for document in documents:
+        logits = model(batch.tokens[document][None].to(DEVICE_TYPE)).logits[0].float()  # [T, V]
+        labels = batch.labels[document][:, None].to(DEVICE_TYPE)
+        logprobs = F.log_softmax(logits, dim=-1).gather(-1, labels)[:, 0].cpu()
+        pieces.append(logprobs[batch.mask[document]])
+    return torch.cat(pieces)
 
 
 def step_flops(shape: dict, num_parameters: int, batch: TrainBatch) -> float:

@@ -65,7 +65,17 @@ def say(started: float, text: str) -> None:
 def start_run(config: PostTrainConfig) -> FlowRun:
     """Start the deployment with this config."""
     parameters = json.dumps(config.model_dump(mode="json"))
-    command = [sys.executable, "-m", "prefect", "--no-prompt", "deployment", "run", DEPLOYMENT, "--param", f"config={parameters}"]
+    command = [
+        sys.executable,
+        "-m",
+        "prefect",
+        "--no-prompt",
+        "deployment",
+        "run",
+        DEPLOYMENT,
+        "--param",
+        f"config={parameters}",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"COLUMNS": "200"})
     found = re.search(r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}", done.stdout)
     if done.returncode or not found:

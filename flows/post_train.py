@@ -12,11 +12,11 @@ import argparse
 
 from prefect import flow
 
-from forge_core.config import PostTrainConfig, load_config
 from flows.evaluate import measure
 from flows.grpo import improve
 from flows.publish import publish
 from flows.sft import fine_tune
+from forge_core.config import PostTrainConfig, load_config
 from tasks import stages
 from tasks.run import open_run
 

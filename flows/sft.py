@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from prefect import flow
 
-from forge_core.artifacts import Ref
-from forge_core.config import SftRunConfig
 from flows.evaluate import measure
 from flows.publish import publish
+from forge_core.artifacts import Ref
+from forge_core.config import SftRunConfig
 from tasks import stages
 from tasks.run import Run, open_run
 

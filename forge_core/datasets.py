@@ -29,7 +29,9 @@ def arithmetic(
                 yield Example(id=question, messages=turns, answer=answer)
 
 
-def reasoning_gym(*, task: str, size: int = 500, seed: int = 0, split: Split = "train", **task_settings) -> Iterator[Example]:
+def reasoning_gym(
+    *, task: str, size: int = 500, seed: int = 0, split: Split = "train", **task_settings
+) -> Iterator[Example]:
     """Problems of a reasoning-gym task; the test split has its own seed, so that the two do not share a stream.
 
     `task_settings` are the task's own parameters (see its Config class). Scored by the reward `reasoning_gym`.
@@ -42,11 +44,17 @@ def reasoning_gym(*, task: str, size: int = 500, seed: int = 0, split: Split = "
             id=f"{task}-{split}-{index}",
             messages=(Message(role="user", content=entry["question"]),),
             answer=entry["answer"],
-            metadata={"task": task, "task_settings": task_settings, "entry": json.loads(json.dumps(entry, default=str))},
+            metadata={
+                "task": task,
+                "task_settings": task_settings,
+                "entry": json.loads(json.dumps(entry, default=str)),
+            },
         )
 
 
-def jsonl(*, path: str, question: str = "question", answer: str = "answer", response: str | None = None) -> Iterator[Example]:
+def jsonl(
+    *, path: str, question: str = "question", answer: str = "answer", response: str | None = None
+) -> Iterator[Example]:
     """Rows of a JSON-lines file at any fsspec URI; `question`, `answer` and `response` name the fields.
 
     `response` (optional) is the assistant turn that SFT learns. Raises ValueError with the line of a row without an answer.

@@ -54,7 +54,9 @@ def import_string(name: str, role: Role) -> str:
     if name in BUILT_INS[role]:
         return BUILT_INS[role][name]
     close = difflib.get_close_matches(name, BUILT_INS[role], n=3) or sorted(BUILT_INS[role])
-    raise ValueError(f"{role} is {name!r}, not a built-in ({', '.join(close)}) and not of the form package.module:function")
+    raise ValueError(
+        f"{role} is {name!r}, not a built-in ({', '.join(close)}) and not of the form package.module:function"
+    )
 
 
 def check_function(config: FunctionConfig, role: Role) -> None:

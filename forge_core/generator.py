@@ -35,6 +35,8 @@ def _prepare_environment() -> None:
     if not on_gpu:
         # The default binds all threads to one core of a small machine.
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        # Splitting a sequence over threads, as the batch happens to need it, would change the last bits of log-probs.
+        os.environ.setdefault("VLLM_CPU_ATTN_SPLIT_KV", "0")
         # torchao warns about each CUDA extension that a CPU build of torch cannot load, torch about torchao's enums.
         for name in ("torchao", "torch.utils._pytree", "vllm.triton_utils"):
             logging.getLogger(name).setLevel(logging.ERROR)
@@ -67,7 +69,7 @@ LOWEST_TEMPERATURE = 0.01  # vLLM raises anything lower to this value, 0 apart
 SMALL_POLICY = 10_000_000
 MAX_CPU_KV_CACHE = 2**30  # bytes; clearing a GiB takes seconds of the engine's start
 CPU_BLOCK_TOKENS = 128  # vLLM's KV block on a CPU
-# Fields of config.json that do not change what the weights compute.
+# In config.json, without effect on what the weights compute.
 COSMETIC_CONFIG = ("_name_or_path", "dtype", "torch_dtype", "transformers_version", "use_cache", "architectures")
 
 
@@ -124,9 +126,7 @@ class Generator:
         params = [_sampling_params(sampling, num_completions, seed) for seed in seeds]
         # Even in eager mode vLLM compiles one function of its sampler, which costs seconds and needs a C++ compiler.
         with torch.compiler.set_stance("default" if torch.cuda.is_available() else "force_eager"):
-            outputs = self._engine().generate(
-                [{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False
-            )
+            outputs = self._engine().generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
         return [[_completion(output) for output in request.outputs] for request in outputs]
 
     def close(self) -> None:
@@ -213,6 +213,8 @@ def _sampling_params(sampling: SamplingConfig, num_completions: int, seed: int) 
             f"sampling.temperature is {sampling.temperature}; vLLM samples at no less than {LOWEST_TEMPERATURE}, "
             "use 0 for greedy"
         )
+    if sampling.temperature == 0 and num_completions > 1:
+        raise ValueError(f"sampling.temperature is 0 with {num_completions} completions, all equal; ask for 1")
     return SamplingParams(
         n=num_completions,
         # vLLM gives sample i of a request the seed s + i: hashed, the ranges of neighbouring seeds do not overlap.

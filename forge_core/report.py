@@ -11,7 +11,14 @@ from forge_core.config import Settings
 from forge_core.plan import Plan
 
 # The phase of each stage that is the work itself; loading, exporting and uploading are not.
-WORK_PHASE = {"start": "start", "sft": "sft", "rollout": "generate", "score": "score", "update": "update", "evaluate": "generate"}
+WORK_PHASE = {
+    "start": "start",
+    "sft": "sft",
+    "rollout": "generate",
+    "score": "score",
+    "update": "update",
+    "evaluate": "generate",
+}
 
 
 class RunReport(Settings):
@@ -22,14 +29,19 @@ class RunReport(Settings):
     pass_at_k: dict[str, float] = Field(description="pass@k of the first evaluation: base, sft, grpo")
     stage_seconds: dict[str, float] = Field(description="Seconds inside the stage processes, by stage")
     tokens_per_second: dict[str, float] = Field(description="Median throughput by stage")
-    outside_fraction: float = Field(description="Share of the GRPO iterations' wall time outside generate, score, update")
+    outside_fraction: float = Field(
+        description="Share of the GRPO iterations' wall time outside generate, score, update"
+    )
     iteration_seconds: float = Field(description="Mean wall time of a GRPO iteration")
     rewards: tuple[float, ...] = Field(description="Mean reward of each GRPO iteration")
 
 
 def report(plan: Plan) -> RunReport:
     """The figures of a run from its committed artifacts; whatever stage the run has not reached is left out."""
-    evals = {label: _manifest(plan, f"evals/v{version:04d}/{plan.config.evals[0].name}") for label, version in _versions(plan).items()}
+    evals = {
+        label: _manifest(plan, f"evals/v{version:04d}/{plan.config.evals[0].name}")
+        for label, version in _versions(plan).items()
+    }
     name = plan.config.evals[0].name
     accuracy = {label: found.summary[f"eval/{name}/accuracy"] for label, found in evals.items() if found}
     k = plan.config.evals[0].pass_k
@@ -82,7 +94,9 @@ def _outside(iterations: list[list[Manifest]]) -> tuple[float, float]:
         return 0.0, 0.0
     ends = [datetime.fromisoformat(update.created_at).timestamp() for _, _, update in iterations]
     work = sum(
-        manifest.timings[WORK_PHASE[str(manifest.job["stage"])]] for iteration in iterations[1:] for manifest in iteration
+        manifest.timings[WORK_PHASE[str(manifest.job["stage"])]]
+        for iteration in iterations[1:]
+        for manifest in iteration
     )
     wall = ends[-1] - ends[0]
     return 1 - work / wall, wall / (len(iterations) - 1)

@@ -68,7 +68,8 @@ class Rollouts:
         if len(rows) != len(numbers["prompt_lengths"]):
             raise ArtifactError(f"{directory} has {len(rows)} texts for {len(numbers['prompt_lengths'])} completions")
         texts = tuple(
-            RolloutTexts(Example.model_validate(row["example"]), row["completion"], row["finish_reason"]) for row in rows
+            RolloutTexts(Example.model_validate(row["example"]), row["completion"], row["finish_reason"])
+            for row in rows
         )
         return cls(texts=texts, **numbers)
 
@@ -84,7 +85,10 @@ class Scores:
 
     def save(self, directory: Path) -> None:
         """Write scores.safetensors."""
-        save_file({name: getattr(self, name) for name in ("rewards", "total", "advantages", "keep")}, directory / "scores.safetensors")
+        save_file(
+            {name: getattr(self, name) for name in ("rewards", "total", "advantages", "keep")},
+            directory / "scores.safetensors",
+        )
 
     @classmethod
     def load(cls, directory: Path) -> Scores:

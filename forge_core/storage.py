@@ -26,7 +26,9 @@ def absolute_uri(uri: str | Path) -> str:
     """
     text = str(uri).rstrip("/")
     if re.match(r"^[a-z0-9+]+://[^/]*:[^/]*@", text):
-        raise ValueError("root holds credentials (user:secret@...); put them in the environment (AWS_ACCESS_KEY_ID, ...)")
+        raise ValueError(
+            "root holds credentials (user:secret@...); put them in the environment (AWS_ACCESS_KEY_ID, ...)"
+        )
     if "://" in text:
         return text
     return Path(text).expanduser().absolute().as_uri()
@@ -116,7 +118,9 @@ def require_exclusive_create(root: str, *, single_writer: bool = False) -> None:
     try:
         create_exclusive(probe, b"first")
     except (OSError, ValueError) as error:
-        raise ValueError(f"root is {root}, which cannot be written: {error}; check the path, endpoint and credentials") from error
+        raise ValueError(
+            f"root is {root}, which cannot be written: {error}; check the path, endpoint and credentials"
+        ) from error
     try:
         create_exclusive(probe, b"second")
         is_exclusive = False

@@ -61,7 +61,9 @@ class Tracker:
         self._work.put(None)
         self._thread.join(timeout=120)
         if self._num_failed or self._thread.is_alive():
-            self._logger.warning("MLflow: %d entries could not be logged; the artifacts hold every number", self._num_failed)
+            self._logger.warning(
+                "MLflow: %d entries could not be logged; the artifacts hold every number", self._num_failed
+            )
 
     def _drain(self) -> None:
         while (work := self._work.get()) is not None:
@@ -96,7 +98,9 @@ class Tracker:
         stage = str(manifest.job["stage"])
         seconds = sum(manifest.timings.values())
         metrics = manifest.summary | {f"time/{stage}_seconds": seconds}
-        metrics |= {f"time/{stage}_{phase}_seconds": value for phase, value in manifest.timings.items() if phase != stage}
+        metrics |= {
+            f"time/{stage}_{phase}_seconds": value for phase, value in manifest.timings.items() if phase != stage
+        }
         stage_run = self._stage_run(manifest, stage)
         for run_id in (self._run_id, stage_run):
             self._log_metrics(run_id, metrics, step, manifest)
@@ -111,9 +115,13 @@ class Tracker:
                 "forge.stage_key": f"{self._plan.run_uri}/{stage}",
                 **{f"forge.software.{name}": version for name, version in manifest.software.items()},
             }
-            self._stage_runs[stage] = self._find_or_create(f"tags.`forge.stage_key` = '{tags['forge.stage_key']}'", stage, tags)
+            self._stage_runs[stage] = self._find_or_create(
+                f"tags.`forge.stage_key` = '{tags['forge.stage_key']}'", stage, tags
+            )
             job = {name: value for name, value in manifest.job.items() if name not in manifest.inputs}
-            params = flatten({name: value for name, value in job.items() if name not in ("output", "iteration", "snapshot_output")})
+            params = flatten(
+                {name: value for name, value in job.items() if name not in ("output", "iteration", "snapshot_output")}
+            )
             self._log_params(self._stage_runs[stage], params)
         return self._stage_runs[stage]
 
@@ -167,7 +175,9 @@ class Tracker:
         from mlflow.entities import Metric
 
         timestamp = round(datetime.fromisoformat(manifest.created_at).timestamp() * 1000)
-        entries = [Metric(name, float(value), timestamp, step) for name, value in metrics.items() if math.isfinite(value)]
+        entries = [
+            Metric(name, float(value), timestamp, step) for name, value in metrics.items() if math.isfinite(value)
+        ]
         self._client.log_batch(run_id, metrics=entries)
 
     def _end(self, status: str) -> None:
@@ -210,7 +220,6 @@ def flatten(value: object, prefix: str = "") -> dict[str, str]:
         items = [(str(index), item) for index, item in enumerate(value)]
     else:
         return {prefix: "" if value is None else str(value)}
-    return {name: text for key, item in items for name, text in flatten(item, f"{prefix}.{key}" if prefix else key).items()}
-
-
-
+    return {
+        name: text for key, item in items for name, text in flatten(item, f"{prefix}.{key}" if prefix else key).items()
+    }

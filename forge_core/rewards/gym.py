@@ -14,7 +14,9 @@ def reasoning_gym(completion: str, example: Example) -> float:
     """The task's own score in [0, 1] of the last line of the completion, or of its <answer>...</answer> when it has one."""
     entry = example.metadata.get("entry")
     if not isinstance(entry, dict):
-        raise ValueError(f"example {example.id} does not come from the dataset reasoning_gym, so it has no task to score it")
+        raise ValueError(
+            f"example {example.id} does not come from the dataset reasoning_gym, so it has no task to score it"
+        )
     answer = gym.utils.extract_answer(completion) or completion.strip().rsplit("\n", 1)[-1]
     scorer = _task(str(example.metadata["task"]), json.dumps(example.metadata["task_settings"]))
     return float(scorer.score_answer(answer=answer, entry=entry))

@@ -14,6 +14,7 @@ from forge_core.artifacts import ArtifactError, Manifest, Ref
 from forge_core.config import OptimizerConfig, TrainerConfig
 from forge_core.jobs import SftJob, UpdateJob
 from forge_core.stages.workspace import Stopwatch, Workspace
+from forge_core.trainer.models import PolicyShape
 from forge_core.trainer.policy_trainer import PolicyTrainer
 
 logger = logging.getLogger(__name__)
@@ -38,7 +39,7 @@ def trainer_from_policy(
     _, hf_dir = workspace.fetch(policy)
     learner: Learner | None = workspace.held.get("learner")
     total_steps = total_steps or UNBOUNDED_STEPS
-    if learner is not None and learner.config == job.trainer:
+    if learner is not None and learner.config == job.trainer and learner.trainer.shape == PolicyShape.read(hf_dir):
         learner.policy = None
         learner.trainer.load_policy(hf_dir)
         learner.trainer.reset_optimizer(optimizer, total_steps)
@@ -93,7 +94,13 @@ def trainer_at(
 
 
 def publish_policy(
-    job: SftJob | UpdateJob, source: Ref, trainer: PolicyTrainer, workspace: Workspace, *, summary: dict, watch: Stopwatch
+    job: SftJob | UpdateJob,
+    source: Ref,
+    trainer: PolicyTrainer,
+    workspace: Workspace,
+    *,
+    summary: dict,
+    watch: Stopwatch,
 ) -> Manifest | None:
     """Export the trainer's weights and commit them as the job's output; the manifest on rank 0, None on other ranks."""
     _, source_dir = workspace.fetch(source)
@@ -153,4 +160,6 @@ def _require_ours(manifest: Manifest, directory: Path) -> None:
     for record in manifest.files:
         path = directory / record.path
         if not path.is_file() or storage.sha256_file(path) != record.sha256:
-            raise ArtifactError(f"{manifest.uri} was committed by another process with other weights; run the job again")
+            raise ArtifactError(
+                f"{manifest.uri} was committed by another process with other weights; run the job again"
+            )

@@ -65,6 +65,9 @@ class StageProcess:
             stderr=subprocess.STDOUT,
             text=True,
             errors="replace",
+            # OpenMP threads that spin while they wait take the cores their sibling needs: on a busy 2-core machine a
+            # training step took 28-52 s, and 1.5-2 s with passive waiting. Read when torch loads, hence set here.
+            env={"OMP_WAIT_POLICY": "passive"} | os.environ,
             start_new_session=True,  # a signal to the owner's group must not cut a commit in half
         )
         self._last_lines: list[str] = []
@@ -126,7 +129,9 @@ class StageProcess:
             if not self.is_alive:
                 raise StageError(stage, "died", self._obituary())
             if time.monotonic() > deadline:
-                raise StageError(stage, "timeout", f"the {self.role} process did not start in {START_TIMEOUT_SECONDS:.0f} s")
+                raise StageError(
+                    stage, "timeout", f"the {self.role} process did not start in {START_TIMEOUT_SECONDS:.0f} s"
+                )
             try:
                 channel, _ = self._listener.accept()
             except TimeoutError:
@@ -148,7 +153,9 @@ class StageProcess:
             while len(answers) < self.num_ranks:
                 remaining = deadline - time.monotonic()
                 if remaining <= 0:
-                    raise StageError(stage, "timeout", "the time limit of the stage has passed; raise it or make the job smaller")
+                    raise StageError(
+                        stage, "timeout", "the time limit of the stage has passed; raise it or make the job smaller"
+                    )
                 for key, _ in selector.select(None if remaining == float("inf") else remaining):
                     line = self._readers[key.data].readline()
                     if not line:
@@ -172,7 +179,11 @@ class StageProcess:
         except subprocess.TimeoutExpired:
             code = None
         self._reader.join(timeout=1)
-        how = f"was killed by {signal.Signals(-code).name}" if code is not None and code < 0 else f"exited with code {code}"
+        how = (
+            f"was killed by {signal.Signals(-code).name}"
+            if code is not None and code < 0
+            else f"exited with code {code}"
+        )
         return f"the {self.role} process {how}; its last words: {' | '.join(self._last_lines) or 'none'}"
 
     def _signal(self, sent: signal.Signals) -> None:

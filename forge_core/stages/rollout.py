@@ -40,9 +40,7 @@ def run(job: RolloutJob, workspace: Workspace) -> Manifest:
         return workspace.commit(job, directory, summary=summary, timings=watch.seconds)
 
 
-def gather(
-    examples: list[Example], prompts: list[list[int]], groups: list[list[Completion]]
-) -> tuple[Rollouts, int]:
+def gather(examples: list[Example], prompts: list[list[int]], groups: list[list[Completion]]) -> tuple[Rollouts, int]:
     """The rollout set of these completions, and how many were dropped because the engine gave no log-prob for a token."""
     token_ids: list[int] = []
     logprobs: list[float] = []

@@ -38,7 +38,9 @@ def run(job: ScoreJob, workspace: Workspace) -> Manifest:
 def score_rollouts(rollouts: Rollouts, rewards: tuple[RewardConfig, ...]) -> Tensor:
     """Rewards by function, [N, K]; NaN where a function returned None ("cannot be scored")."""
     columns = [load_function(reward, "reward") for reward in rewards]
-    rows = [[call_reward(fn, config, text) for fn, config in zip(columns, rewards, strict=True)] for text in rollouts.texts]
+    rows = [
+        [call_reward(fn, config, text) for fn, config in zip(columns, rewards, strict=True)] for text in rollouts.texts
+    ]
     return torch.tensor(rows, dtype=torch.float32)
 
 

@@ -58,7 +58,9 @@ class Workspace:
             software=job.software,
             timings=timings,
         )
-        logger.info("committed %s (%d files, %.2f s upload)", job.output, len(manifest.files), manifest.timings["upload"])
+        logger.info(
+            "committed %s (%d files, %.2f s upload)", job.output, len(manifest.files), manifest.timings["upload"]
+        )
         return manifest
 
     def defer(self, work: Callable[[], None]) -> None:
@@ -97,4 +99,3 @@ def committed(job: StageJob) -> Manifest | None:
     if manifest is not None:
         artifacts.require_same_job(manifest, job.as_json(), job.digest())
     return manifest
-

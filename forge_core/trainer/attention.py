@@ -67,7 +67,7 @@ class DocumentAttention(VarlenAttention):
     class Config(VarlenAttention.Config):
         pass
 
-    def forward(
+    def forward(  # pyrefly: ignore [bad-override]  no other keywords are passed
         self,
         q_BLNH: Tensor,
         k_BLNH: Tensor,
@@ -108,7 +108,7 @@ class _Stack(torch.autograd.Function):
         return rows.index_select(0, torch.cat([index.flatten() for index in layout.blocks]))
 
     @staticmethod
-    def backward(ctx, grad_slots: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx, grad_slots: Tensor) -> tuple[Tensor, None]:  # pyrefly: ignore [bad-override]
         return _unstack(grad_slots, ctx.layout, ctx.num_tokens), None
 
 
@@ -121,7 +121,7 @@ class _Unstack(torch.autograd.Function):
         return _unstack(slots, layout, num_tokens)
 
     @staticmethod
-    def backward(ctx, grad_rows: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx, grad_rows: Tensor) -> tuple[Tensor, None, None]:  # pyrefly: ignore [bad-override]
         grad_slots = grad_rows.new_zeros(ctx.num_slots, *grad_rows.shape[1:])
         grad_slots[ctx.layout.slots] = grad_rows[ctx.layout.documents]
         return grad_slots, None, None

@@ -34,7 +34,7 @@ import torchtitan.tools.utils as torchtitan_device  # noqa: E402
 
 if torchtitan_device.device_type == "cuda" and not torch.cuda.is_available():
     torchtitan_device.device_type = "cpu"
-    torchtitan_device.device_module = SimpleNamespace(
+    torchtitan_device.device_module = SimpleNamespace(  # pyrefly: ignore [bad-assignment]
         **vars(torch.cpu)
         | {
             # Memory statistics that torchtitan reads when it starts and torch.cpu does not keep.

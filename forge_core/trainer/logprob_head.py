@@ -39,10 +39,10 @@ class LogprobHead(Linear):
 
     query: TokenQuery | None = None
 
-    def forward(self, hidden: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+    def forward(self, input: Tensor) -> Tensor | tuple[Tensor, Tensor]:  # pyrefly: ignore [bad-override]
         if self.query is None:
-            return F.linear(hidden, self.weight)
-        trained, labels = hidden[self.query.mask], self.query.labels[self.query.mask]  # [n, D], [n]
+            return F.linear(input, self.weight)
+        trained, labels = input[self.query.mask], self.query.labels[self.query.mask]  # [n, D], [n]
         return TokenLogprobs.apply(trained, self.weight, labels, self.query.temperature)
 
 
@@ -69,7 +69,9 @@ class TokenLogprobs(torch.autograd.Function):
         return logprobs, entropies
 
     @staticmethod
-    def backward(ctx, grad_logprobs: Tensor, _: Tensor) -> tuple[Tensor, Tensor, None, None]:
+    def backward(  # pyrefly: ignore [bad-override]
+        ctx, grad_logprobs: Tensor, _: Tensor
+    ) -> tuple[Tensor, Tensor, None, None]:
         hidden, weight, labels, normalisers = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros_like(weight, dtype=torch.float32)  # float32: a sum over many chunks

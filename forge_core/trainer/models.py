@@ -52,7 +52,7 @@ class PolicyShape:
     max_positions: int
     norm_eps: float
     is_tied: bool
-    rope: dict[str, JsonValue]
+    rope: dict[str, Any]
 
     @classmethod
     def read(cls, hf_dir: Path) -> PolicyShape:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -18,14 +19,16 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.utils import clip_grad_norm_
+from torchtitan.models.common.decoder import Decoder
+from torchtitan.protocols.state_dict_adapter import BaseStateDictAdapter
 
 from forge_core.batching import TrainBatch
 from forge_core.config import OptimizerConfig, TrainerConfig
 from forge_core.losses import LossInputs, LossOutput
 from forge_core.trainer import train_state, weights
-from forge_core.trainer.attention import DocumentAttention, find_documents
+from forge_core.trainer.attention import find_documents
 from forge_core.trainer.device import DEVICE_TYPE, start_process_group, stop_process_group
-from forge_core.trainer.logprob_head import TokenQuery
+from forge_core.trainer.logprob_head import LogprobHead, TokenQuery
 from forge_core.trainer.models import PolicyShape, build_model_spec
 from forge_core.trainer.token_sums import TokenSums
 from forge_core.trainer.torchtitan_config import (
@@ -49,9 +52,8 @@ class PolicyTrainer(torchtitan.trainer.Trainer):
     """
 
     shape: PolicyShape
-    max_grad_norm: float
+    optimizer_settings: OptimizerConfig
     total_steps: int
-    is_decaying: bool
 
     @classmethod
     def open(
@@ -73,12 +75,13 @@ class PolicyTrainer(torchtitan.trainer.Trainer):
         config = build_config(
             spec, trainer=trainer, optimizer=optimizer, total_steps=total_steps, seed=seed, scratch=scratch
         )
+        start_process_group(trainer.num_ranks, timeout_seconds=config.comm.init_timeout_seconds)
         torchtitan_log = logging.getLogger("torchtitan")
         torchtitan_log.setLevel(logging.ERROR)  # it warns of an unknown peak speed on every CPU
         try:
-            start_process_group(trainer.num_ranks, timeout_seconds=config.comm.init_timeout_seconds)
             policy = cls(config)
-            policy._adopt(shape, optimizer, total_steps)
+            assert spec.state_dict_adapter is not None
+            policy._adopt(shape, spec.state_dict_adapter(spec.model, None), optimizer, total_steps)
             policy.load_policy(hf_dir)
         except BaseException:
             stop_process_group()
@@ -91,35 +94,38 @@ class PolicyTrainer(torchtitan.trainer.Trainer):
         """The device meshes on the process group that `open` started, which needs no address on a single rank."""
         return ParallelDims.from_config(self.config.parallelism, dist.get_world_size())
 
-    def _adopt(self, shape: PolicyShape, optimizer: OptimizerConfig, total_steps: int) -> None:
+    def _adopt(
+        self, shape: PolicyShape, adapter: BaseStateDictAdapter, optimizer: OptimizerConfig, total_steps: int
+    ) -> None:
         self.shape = shape
-        self.model = self.model_parts[0]
-        self.adapter = self.config.model_spec.state_dict_adapter(self.model_config, None)
+        (model,) = self.model_parts
+        assert isinstance(model, Decoder)
+        assert isinstance(model.lm_head, LogprobHead)
+        self.model, self.head = model, model.lm_head
+        self.adapter = adapter
         self.fsdp_modules = [module for module in self.model.modules() if isinstance(module, FSDPModule)]
         if DEVICE_TYPE == "cpu":
             for module in self.fsdp_modules:
                 module.set_force_sum_reduction_for_comms(True)  # gloo has no PREMUL_SUM
-        self._remember(optimizer, total_steps)
-
-    def _remember(self, optimizer: OptimizerConfig, total_steps: int) -> None:
-        self.max_grad_norm = optimizer.max_grad_norm
-        self.total_steps = total_steps
-        self.is_decaying = optimizer.schedule != "constant"
+        self.optimizer_settings, self.total_steps = optimizer, total_steps
 
     def reset_optimizer(self, optimizer: OptimizerConfig, total_steps: int) -> None:
         """Start over at step 0 with a new optimizer and schedule, as `open` of the exported weights would."""
-        min_lr_factor = self.config.lr_scheduler.min_lr_factor
-        implementation = self.config.optimizer.implementation
-        self.config.optimizer = optimizer_config(optimizer)
-        self.config.optimizer.implementation = implementation
-        self.config.lr_scheduler = lr_scheduler_config(optimizer, total_steps)
-        self.config.lr_scheduler.min_lr_factor = min_lr_factor
+        # What overrides have set stays.
+        self.config.optimizer = replace(
+            optimizer_config(optimizer), implementation=self.config.optimizer.implementation
+        )
+        schedule = lr_scheduler_config(optimizer, total_steps)
+        self.config.lr_scheduler = replace(schedule, min_lr_factor=self.config.lr_scheduler.min_lr_factor)
         self.optimizers.zero_grad()
+        for module in self.fsdp_modules:
+            # A forward pass without backward leaves gathered copies in place of the sharded parameters.
+            module.reshard()
         self.optimizers = self.config.optimizer.build(model_parts=self.model_parts)
         self.lr_schedulers = self.config.lr_scheduler.build(optimizers=self.optimizers, training_steps=total_steps)
         self.step = 0
         self.ntokens_seen = 0
-        self._remember(optimizer, total_steps)
+        self.optimizer_settings, self.total_steps = optimizer, total_steps
 
     def scale_learning_rate(self, factor: float) -> None:
         """Take the next step at `factor` times the learning rate of the schedule."""
@@ -137,10 +143,11 @@ class PolicyTrainer(torchtitan.trainer.Trainer):
             raise ValueError(
                 f"the policy in {hf_dir} is {shape}, but the open one is {self.shape}; open a trainer on it"
             )
-        self._reshard()
         weights.load_weights(self.model, self.adapter, hf_dir, is_tied=self.shape.is_tied)
 
-    def train_step(self, batch: TrainBatch, loss: Loss, *, temperature: float = 1.0) -> dict[str, float]:
+    def train_step(  # pyrefly: ignore [bad-override]  our loop, not torchtitan's, calls it
+        self, batch: TrainBatch, loss: Loss, *, temperature: float = 1.0
+    ) -> dict[str, float]:
         """One optimizer step on the whole batch; returns its metrics, equal on all ranks.
 
         The loss is the sum over all trained tokens of all ranks divided by their number, so it does not depend on how
@@ -148,7 +155,7 @@ class PolicyTrainer(torchtitan.trainer.Trainer):
         NonFiniteError before the optimizer moves when the loss or the gradient norm is not finite.
         """
         self._check_batch(batch, temperature)
-        if self.is_decaying and self.step >= self.total_steps:
+        if self.optimizer_settings.schedule != "constant" and self.step >= self.total_steps:
             raise ValueError(f"step {self.step} of a schedule of {self.total_steps}; open with a larger total_steps")
         num_trained = max(1, int(batch.mask.sum()))
         own_rows = batch.for_rank(dist.get_rank(), dist.get_world_size())
@@ -156,23 +163,24 @@ class PolicyTrainer(torchtitan.trainer.Trainer):
         self.optimizers.zero_grad()
         for micro_batch in own_rows.micro_batches(self.config.training.local_batch_size):
             self.forward_backward_step(micro_batch, loss, num_trained=num_trained, temperature=temperature, sums=sums)
-        grad_norm = self._clipped_grad_norm()
+        max_norm = self.optimizer_settings.max_grad_norm
+        grad_norm = float(clip_grad_norm_(self.model.parameters(), max_norm, foreach=True))  # before clipping
         metrics = sums.means(num_trained)
         self._check_finite(metrics["loss/policy"], grad_norm)
 
-        metrics["learning_rate"] = self.lr_schedulers.schedulers[0].get_last_lr()[0]
+        metrics["learning_rate"] = self.optimizers.optimizers[0].param_groups[0]["lr"]
         self.optimizers.step()
         self.lr_schedulers.step()
         self.step += 1
         self.gc_handler.run(self.step)
         return metrics | {
             "grad_norm/total": grad_norm,
-            "grad_norm/clipped": min(grad_norm, self.max_grad_norm),
+            "grad_norm/clipped": min(grad_norm, max_norm),
             "tokens/trained": float(batch.mask.sum()),
             "tokens/total": float((batch.sequence_ids >= 0).sum()),
         }
 
-    def forward_backward_step(
+    def forward_backward_step(  # pyrefly: ignore [bad-override]
         self, micro_batch: TrainBatch, loss: Loss, *, num_trained: int, temperature: float, sums: TokenSums
     ) -> None:
         """Add the gradient of a micro-batch of this rank to the model's, and its per-token numbers to `sums`."""
@@ -200,7 +208,7 @@ class PolicyTrainer(torchtitan.trainer.Trainer):
 
     def forward(self, micro_batch: TrainBatch) -> Tensor | tuple[Tensor, Tensor]:
         """What the output layer returns for rows on the trainer's device: logits [B, L, V], unless it holds a query."""
-        if isinstance(self.model_config.first_attention.inner_attention, DocumentAttention.Config):
+        if DEVICE_TYPE == "cpu":
             attention_masks = find_documents(micro_batch.positions, micro_batch.sequence_ids)
         else:
             attention_masks = self.model.get_attention_masks(micro_batch.positions)
@@ -218,7 +226,6 @@ class PolicyTrainer(torchtitan.trainer.Trainer):
             token_logprobs, _ = self._query_tokens(micro_batch, temperature)
             zeros = torch.zeros(micro_batch.mask.shape, device=self.device)
             pieces.append(zeros.masked_scatter(micro_batch.mask, token_logprobs))
-        self._reshard()
         own = torch.cat(pieces)
         gathered = [torch.empty_like(own) for _ in range(num_ranks)]
         dist.all_gather(gathered, own)
@@ -241,7 +248,6 @@ class PolicyTrainer(torchtitan.trainer.Trainer):
 
     def load_train_state(self, in_dir: Path) -> None:
         """Continue where `save_train_state` left off, also with another number of ranks."""
-        self._reshard()
         self.optimizers.zero_grad()
         train_state.load_train_state(in_dir, **self._stateful_parts())
 
@@ -261,16 +267,12 @@ class PolicyTrainer(torchtitan.trainer.Trainer):
 
     def _query_tokens(self, micro_batch: TrainBatch, temperature: float) -> tuple[Tensor, Tensor]:
         """Log-probabilities and entropies, both [n], of the n trained tokens in row-major order."""
-        self.model.lm_head.query = TokenQuery(micro_batch.mask, micro_batch.labels, temperature)
+        self.head.query = TokenQuery(micro_batch.mask, micro_batch.labels, temperature)
         try:
-            return self.forward(micro_batch)
+            logprobs, entropies = self.forward(micro_batch)
+            return logprobs, entropies
         finally:
-            self.model.lm_head.query = None
-
-    def _clipped_grad_norm(self) -> float:
-        """Global gradient norm before clipping; afterwards the gradient's norm is at most max_grad_norm."""
-        norm = clip_grad_norm_(self.model.parameters(), self.max_grad_norm, foreach=True)
-        return float(norm)
+            self.head.query = None
 
     def _check_finite(self, loss: float, grad_norm: float) -> None:
         if math.isfinite(loss) and math.isfinite(grad_norm):
@@ -294,8 +296,3 @@ class PolicyTrainer(torchtitan.trainer.Trainer):
                 f"a sequence has {longest} tokens, more than max_position_embeddings ({self.shape.max_positions}) of "
                 "the policy; shorten the prompt and max_tokens"
             )
-
-    def _reshard(self) -> None:
-        """Drop gathered copies of the weights: a forward pass without backward leaves some, and they would go stale."""
-        for module in self.fsdp_modules:
-            module.reshard()

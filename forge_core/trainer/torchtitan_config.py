@@ -6,7 +6,7 @@ import dataclasses
 import difflib
 import typing
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torchtitan.trainer
 from pydantic import JsonValue, TypeAdapter, ValidationError
@@ -14,7 +14,7 @@ from torchtitan.components.checkpointer import CheckpointManager
 from torchtitan.components.loss import CrossEntropyLoss
 from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer, ParamGroupConfig
 from torchtitan.config import CompileConfig, Configurable, DebugConfig, ParallelismConfig, TrainingConfig
-from torchtitan.distributed.activation_checkpoint import ActivationCheckpointing, FullAC, SelectiveAC
+from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 from torchtitan.models.common.attention import FlexAttention, VarlenAttention
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.protocols.module import Module
@@ -68,7 +68,7 @@ class NotUsed(Configurable.Config):
         return None
 
 
-def compute_dtype(trainer: TrainerConfig) -> str:
+def compute_dtype(trainer: TrainerConfig) -> Literal["float32", "bfloat16"]:
     """Name of the dtype of the forward pass; weights, gradients and optimizer state stay float32."""
     if trainer.dtype != "auto":
         return trainer.dtype
@@ -103,8 +103,8 @@ def build_config(
         model_spec=model_spec,
         hf_assets_path="",
         dump_folder=str(scratch),
-        tokenizer=NotUsed(),
-        dataloader=NotUsed(),
+        tokenizer=NotUsed(),  # pyrefly: ignore [bad-argument-type]
+        dataloader=NotUsed(),  # pyrefly: ignore [bad-argument-type]
         optimizer=optimizer_config(optimizer),
         lr_scheduler=lr_scheduler_config(optimizer, total_steps),
         training=TrainingConfig(
@@ -209,7 +209,7 @@ def _sections(config: torchtitan.trainer.Trainer.Config) -> list[str]:
     return [name for name in names if dataclasses.is_dataclass(getattr(config, name))]
 
 
-def _activation_checkpoint(trainer: TrainerConfig) -> ActivationCheckpointing.Config | None:
+def _activation_checkpoint(trainer: TrainerConfig) -> SelectiveAC.Config | FullAC.Config | None:
     match trainer.activation_checkpoint:
         case "none":
             return None

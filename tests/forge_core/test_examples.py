@@ -20,7 +20,10 @@ def test_train_and_test_sums_are_disjoint_and_complete():
 
 def test_a_held_out_sum_is_not_practised_the_other_way_round():
     train = {example.id for example in arithmetic(split="train", min_number=10, max_number=29)}
-    swapped = {"{1}+{0}=".format(*example.id[:-1].split("+")) for example in arithmetic(split="test", min_number=10, max_number=29)}
+    swapped = {
+        "{1}+{0}=".format(*example.id[:-1].split("+"))
+        for example in arithmetic(split="test", min_number=10, max_number=29)
+    }
     assert swapped
     assert not train & swapped
 

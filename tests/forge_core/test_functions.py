@@ -10,13 +10,13 @@ import pytest
 from forge_core.config import FunctionConfig
 from forge_core.functions import check_function, load_function, source_sha256
 
-REWARDS = '''
+REWARDS = """
 import torch_is_not_needed_to_check_this
 
 def short(completion, example): return 1.0
 def with_settings(completion, example, *, bonus=0.5, scale): return bonus * scale
 def wrong(completion): return 1.0
-'''
+"""
 
 
 @pytest.fixture

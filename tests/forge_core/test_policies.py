@@ -174,71 +174,51 @@ def test_uri_check_imports_neither_torch_nor_transformers(source):
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
 
 
-def test_pickled_weights_are_refused(source, tmp_path):
-    (source / "model.safetensors").rename(source / "pytorch_model.bin")
-    with pytest.raises(ValueError, match=r"only pickled weights \(pytorch_model.bin\); convert it"):
-        imported(source, tmp_path)
-
-
-def test_directory_without_weights_is_refused(source, tmp_path):
-    (source / "model.safetensors").unlink()
-    with pytest.raises(ValueError, match=r"has no \*\.safetensors"):
-        imported(source, tmp_path)
-
-
-def test_truncated_weights_are_refused(source, tmp_path):
-    weights = source / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-1])
-    with pytest.raises(ValueError, match="not a readable safetensors file"):
-        imported(source, tmp_path)
-
-
-def test_missing_shard_is_refused(source, tmp_path):
-    weight_map = dict.fromkeys(load_file(source / "model.safetensors"), "model.safetensors")
-    index = {"metadata": {}, "weight_map": weight_map | {"model.extra": "model.safetensors"}}
-    (source / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(ValueError, match=r"lists model\.extra, which no shard holds"):
-        imported(source, tmp_path)
-
-
-def test_weights_that_cannot_be_trained_are_refused(source, tmp_path):
-    tensors = load_file(source / "model.safetensors")
-    tensors["model.norm.weight"] = tensors["model.norm.weight"].to(torch.int8)
-    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ValueError, match=r"holds model\.norm\.weight as I8; convert it to one of F32, BF16, F16"):
-        imported(source, tmp_path)
-
-
-def test_quantized_policy_is_refused(source, tmp_path):
-    edit_config(source, quantization_config={"quant_method": "compressed-tensors"})
-    with pytest.raises(ValueError, match="is quantized and cannot be trained"):
-        imported(source, tmp_path)
-
-
-def test_unknown_architecture_is_refused(source, tmp_path):
-    edit_config(source, model_type="qwen99")
-    with pytest.raises(ValueError, match=r"cannot be loaded .*qwen99"):
-        imported(source, tmp_path)
-
-
-def test_missing_tokenizer_is_refused(source, tmp_path):
-    (source / "tokenizer.json").unlink()
-    (source / "tokenizer_config.json").unlink()
-    with pytest.raises(ValueError, match=r"has no tokenizer; add its tokenizer\.json"):
-        imported(source, tmp_path)
-
-
-def test_missing_chat_template_is_refused(source, tmp_path):
-    (source / "chat_template.jinja").unlink()
-    with pytest.raises(ValueError, match=r"has no chat template; add chat_template\.jinja"):
-        imported(source, tmp_path)
-
-
-def test_missing_eos_token_is_refused(source, tmp_path):
+def drop_eos(source: Path) -> None:
     settings = json.loads((source / "tokenizer_config.json").read_text())
-    del settings["eos_token"]
-    (source / "tokenizer_config.json").write_text(json.dumps(settings))
-    with pytest.raises(ValueError, match="has no eos token"):
+    (source / "tokenizer_config.json").write_text(json.dumps(settings | {"eos_token": None}))
+
+
+def truncate(weights: Path) -> None:
+    weights.write_bytes(weights.read_bytes()[:-1])
+
+
+def store_as_int8(weights: Path) -> None:
+    tensors = load_file(weights)
+    tensors["model.norm.weight"] = tensors["model.norm.weight"].to(torch.int8)
+    save_file(tensors, weights, metadata={"format": "pt"})
+
+
+def list_unknown_tensor(source: Path) -> None:
+    index = {"metadata": {}, "weight_map": {"model.extra": "model.safetensors"}}
+    (source / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (
+            lambda source: (source / "model.safetensors").rename(source / "pytorch_model.bin"),
+            r"only pickled weights \(pytorch_model.bin\); convert it with save_pretrained",
+        ),
+        (lambda source: (source / "model.safetensors").unlink(), r"has no \*\.safetensors"),
+        (lambda source: truncate(source / "model.safetensors"), "not a readable safetensors file"),
+        (list_unknown_tensor, r"lists model\.extra, which no shard holds"),
+        (
+            lambda source: store_as_int8(source / "model.safetensors"),
+            r"model\.norm\.weight as I8; convert it to one of F32",
+        ),
+        (lambda source: edit_config(source, quantization_config={"bits": 8}), "is quantized and cannot be trained"),
+        (lambda source: edit_config(source, model_type="qwen99"), r"cannot be loaded .*qwen99"),
+        (lambda source: (source / "tokenizer.json").unlink(), r"has no tokenizer; add its tokenizer\.json"),
+        (lambda source: (source / "tokenizer.json").write_text("{}"), "has no usable tokenizer"),
+        (lambda source: (source / "chat_template.jinja").unlink(), r"no chat template; add chat_template\.jinja"),
+        (drop_eos, "has no eos token, so completions never end"),
+    ],
+)
+def test_directory_that_cannot_be_trained_and_sampled_is_refused(source, tmp_path, damage, message):
+    damage(source)
+    with pytest.raises(ValueError, match=f"policy.uri is .*source, .*{message}"):
         imported(source, tmp_path)
 
 

@@ -246,6 +246,14 @@ def test_learning_rate_follows_its_schedule_across_a_resume(
             trainer.train_step(batch, grpo)
 
 
+def test_a_scaled_learning_rate_lasts_one_step(open_trainer, qwen3, sequences, exported):
+    trainer = open_trainer(qwen3, optimizer=OptimizerConfig(learning_rate=1e-3))
+    batch = pack_sequences(sequences, 32)
+    trainer.scale_learning_rate(0.25)
+    rates = [trainer.train_step(batch, grpo)["learning_rate"] for _ in range(2)]
+    assert rates == [0.25e-3, 1e-3]
+
+
 def test_a_resumed_run_has_the_bits_of_an_unbroken_one(open_trainer, qwen3, sequences, exported, digest, tmp_path):
     optimizer = OptimizerConfig(learning_rate=1e-2, schedule="linear", warmup_steps=1, weight_decay=0.1)
     batches = [pack_sequences(sequences[start:] + sequences[:start], 32) for start in range(4)]
@@ -292,6 +300,7 @@ def test_reset_optimizer_gives_the_bits_of_opening_the_exported_policy(
         trainer.train_step(batch, cross_entropy)
     trainer.export_hf(tmp_path / "sft", qwen3)
 
+    trainer.logprobs(batch)  # a pass without gradient leaves its mark on sharded models
     trainer.reset_optimizer(grpo_optimizer, 2)
     assert trainer.step == 0
     warm_metrics = [trainer.train_step(batch, grpo) for _ in range(2)]
@@ -303,9 +312,10 @@ def test_reset_optimizer_gives_the_bits_of_opening_the_exported_policy(
     assert cold_metrics == warm_metrics
 
 
-def test_opening_a_second_trainer_beside_an_open_one_is_an_error(open_trainer, qwen3, tmp_path):
-    open_trainer(qwen3)
+def test_opening_a_second_trainer_beside_an_open_one_is_an_error(open_trainer, qwen3, sequences, tmp_path):
+    first = open_trainer(qwen3)
     with pytest.raises(RuntimeError, match=r"close\(\) the previous PolicyTrainer"):
         PolicyTrainer.open(
             qwen3, trainer=TrainerConfig(), optimizer=OptimizerConfig(), total_steps=1, seed=0, scratch=tmp_path
         )
+    first.train_step(pack_sequences(sequences, 32), grpo)  # and the first one goes on
