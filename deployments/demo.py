@@ -17,6 +17,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from uuid import UUID
 
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import LogFilter, LogFilterFlowRunId
@@ -81,7 +82,7 @@ def start_run(config: PostTrainConfig) -> FlowRun:
     if done.returncode or not found:
         sys.exit(f"prefect deployment run failed:\n{done.stdout}{done.stderr}")
     with get_client(sync_client=True) as client:
-        return client.read_flow_run(found.group())
+        return client.read_flow_run(UUID(found.group()))
 
 
 def follow(flow_run: FlowRun, started: float) -> FlowRun:
@@ -133,8 +134,8 @@ def table(found: RunReport, wall_seconds: float, k: int) -> str:
     lines += [
         f"{'everything':<12}{wall_seconds:>16.1f}",
         "",
-        f"a GRPO iteration takes {found.iteration_seconds:.2f} s, {found.outside_fraction:.0%} of it outside generate, score "
-        "and update",
+        f"a GRPO iteration takes {found.iteration_seconds:.2f} s, {found.outside_fraction:.0%} of it outside generate, "
+        "score and update",
         "",
     ]
     return "\n".join(lines)

@@ -9,8 +9,8 @@ from torch import Tensor
 def group_zscore(rewards: Tensor, *, epsilon: float = 1e-6) -> Tensor:
     """(R - mean) / (std + epsilon) with Bessel's correction; exactly 0 when all rewards are equal.
 
-    GRPO (arXiv:2402.03300). Equality is tested on the rewards: (R - mean) of equal float32 values is rounding noise that a
-    small std would blow up.
+    GRPO (arXiv:2402.03300). Equality is tested on the rewards: (R - mean) of equal float32 values is rounding noise
+    that a small std would blow up.
     """
     if rewards.max() == rewards.min():
         return torch.zeros_like(rewards)
@@ -34,8 +34,8 @@ def leave_one_out(rewards: Tensor) -> Tensor:
 def advantages_by_group(rewards: Tensor, group_ids: Tensor, advantage) -> tuple[Tensor, Tensor]:
     """Advantages [N] and keep mask [N] of rewards [N], group by group.
 
-    Groups are found by id, never by stride. A NaN reward (could not be scored) is left out of its group's statistics and
-    of training; a group with a single valid reward, or whose rewards are all equal, has nothing to teach and is not kept.
+    Groups are found by id, never by stride. A NaN reward (could not be scored) is left out of its group's statistics
+    and of training; a group with a single valid reward, or with equal ones, has nothing to teach and is not kept.
     """
     result = torch.zeros_like(rewards)
     keep = torch.zeros(len(rewards), dtype=torch.bool)

@@ -89,7 +89,7 @@ def sha256_json(value: object) -> str:
 
 
 def read_manifest(uri: str) -> Manifest | None:
-    """The manifest of a committed artifact, None when nothing is committed there. Raises ArtifactError when unreadable."""
+    """The manifest of a committed artifact, None when there is none; raises ArtifactError when it is unreadable."""
     try:
         return Manifest.model_validate_json(storage.read_bytes(f"{uri}/manifest.json"))
     except FileNotFoundError:

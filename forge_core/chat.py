@@ -8,11 +8,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
-from transformers import PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 Message = Mapping[str, str]  # role and content
 GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+
+def load_tokenizer(hf_dir: Path) -> PreTrainedTokenizerBase:
+    """The tokenizer of a policy."""
+    tokenizer = AutoTokenizer.from_pretrained(hf_dir)
+    assert isinstance(tokenizer, PreTrainedTokenizerBase)
+    return tokenizer
 
 
 def encode_prompt(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> list[int]:

@@ -153,8 +153,8 @@ class GrpoConfig(Settings):
     def _rollouts_follow_the_policy(self) -> GrpoConfig:
         if self.sampling.top_p < 1 or self.sampling.top_k > 0:
             raise ValueError(
-                f"sampling.top_p is {self.sampling.top_p} and sampling.top_k is {self.sampling.top_k}; training rollouts "
-                "need top_p=1 and top_k=0, else generator_logprobs are not those of the policy"
+                f"sampling.top_p is {self.sampling.top_p} and sampling.top_k is {self.sampling.top_k}; training "
+                "rollouts need top_p=1 and top_k=0, else generator_logprobs are not those of the policy"
             )
         if self.sampling.temperature == 0:
             raise ValueError("sampling.temperature is 0; training rollouts must be sampled, use 1.0")
@@ -232,5 +232,5 @@ def load_config(path: str | Path, model: type[Config]) -> Config:
 
 
 def read_yaml(path: str) -> dict[str, JsonValue]:
-    """The plain content of a YAML file as `{"values": ...}`: the build step that `prefect.yaml` fills parameters with."""
+    """The content of a YAML file as `{"values": ...}`: the build step that `prefect.yaml` fills parameters with."""
     return {"values": yaml.safe_load(Path(path).read_text())}

@@ -57,7 +57,8 @@ def jsonl(
 ) -> Iterator[Example]:
     """Rows of a JSON-lines file at any fsspec URI; `question`, `answer` and `response` name the fields.
 
-    `response` (optional) is the assistant turn that SFT learns. Raises ValueError with the line of a row without an answer.
+    `response` (optional) is the assistant turn that SFT learns. Raises ValueError with the line of a row that lacks
+    one of them.
     """
     with fsspec.open(path, "rt") as file:
         for number, line in enumerate(file, start=1):

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Literal
 
-from pydantic import JsonValue, ValidationError
+from pydantic import Field, JsonValue, ValidationError
 
 from forge_core.config import Settings
 from forge_core.seeds import derive_seed
@@ -30,7 +30,7 @@ class Example(Settings):
     id: str
     messages: tuple[Message, ...]
     answer: str | None = None
-    metadata: dict[str, JsonValue] = {}
+    metadata: dict[str, JsonValue] = Field(default_factory=dict)
 
     @property
     def prompt(self) -> list[dict[str, str]]:

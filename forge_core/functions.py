@@ -60,7 +60,7 @@ def import_string(name: str, role: Role) -> str:
 
 
 def check_function(config: FunctionConfig, role: Role) -> None:
-    """Raise ValueError when the function does not exist or cannot be called as a `role` with these keyword arguments."""
+    """Raise ValueError when the function does not exist or cannot be called as `role` with these keyword arguments."""
     arguments = _definition(import_string(config.fn, role), role).args
     positional = [*arguments.posonlyargs, *arguments.args]
     num_required = len(positional) - len(arguments.defaults)

@@ -23,7 +23,7 @@ from forge_core.config import (
     TrainerConfig,
 )
 
-# Bump a stage's number when its code changes what it computes: committed outputs of older code then count as another job.
+# Bump a stage's number when its code changes what it computes: outputs of older code then count as another job.
 STAGE_VERSIONS = {"dataset": 1, "start": 1, "sft": 1, "rollout": 1, "score": 1, "update": 1, "evaluate": 1}
 
 

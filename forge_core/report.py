@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from datetime import datetime
 
 from pydantic import Field
@@ -47,7 +48,11 @@ def report(plan: Plan) -> RunReport:
     k = plan.config.evals[0].pass_k
     pass_at_k = {label: found.summary[f"eval/{name}/pass_at_{k}_of_{k}"] for label, found in evals.items() if found}
     iterations = _iterations(plan)
-    made = [*evals.values(), *(_manifest(plan, f"policies/v{version:04d}") for version in (0, 1)), *sum(iterations, [])]
+    made = [
+        *evals.values(),
+        *(_manifest(plan, f"policies/v{version:04d}") for version in (0, 1)),
+        *itertools.chain.from_iterable(iterations),
+    ]
     seconds: dict[str, float] = {}
     speeds: dict[str, list[float]] = {}
     for manifest in {found.uri: found for found in made if found}.values():

@@ -54,7 +54,9 @@ def local_path(uri: str) -> Path | None:
 def read_bytes(uri: str) -> bytes:
     """The content of an object; raises FileNotFoundError when it does not exist."""
     fs, path = filesystem(uri)
-    return fs.cat_file(path)
+    content = fs.cat_file(path)
+    assert isinstance(content, bytes)
+    return content
 
 
 def exists(uri: str) -> bool:
@@ -84,7 +86,7 @@ def write_atomic(uri: str, data: bytes) -> None:
 
 
 def create_exclusive(uri: str, data: bytes) -> None:
-    """Write an object that must not exist yet; raises FileExistsError when it does. Exactly one of many writers wins."""
+    """Write an object that must not exist yet; raises FileExistsError when it does. One of many writers wins."""
     fs, path = filesystem(uri)
     if "file" in _protocols(fs):
         pending = _write_pending(Path(path), data)
@@ -131,8 +133,8 @@ def require_exclusive_create(root: str, *, single_writer: bool = False) -> None:
         fs.rm_file(path)
     if not is_exclusive and not single_writer:
         raise ValueError(
-            f"root is {root}, a store that overwrites on create-only writes (If-None-Match is ignored); use a store that "
-            "honours them, or set single_writer=true if nothing else ever writes there"
+            f"root is {root}, a store that overwrites on create-only writes (If-None-Match is ignored); use a store "
+            "that honours them, or set single_writer=true if nothing else ever writes there"
         )
 
 

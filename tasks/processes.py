@@ -64,7 +64,7 @@ class StageProcesses:
 
 
 def stage_log(role: str, logger: Log) -> Callable[[str], None]:
-    """Where the output of a stage process goes: our own lines at their level, errors with their traceback, the rest as DEBUG."""
+    """Where the lines of a stage process go: ours at their level, errors with their traceback, the rest as DEBUG."""
     level = logging.DEBUG
 
     def write(line: str) -> None:

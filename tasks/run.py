@@ -29,8 +29,8 @@ class Run:
 def open_run(config: RunConfig, run_id: str | None) -> Iterator[Run]:
     """Check the config, start stage processes and tracking, and end both with the block.
 
-    Without a `run_id` the run is named after its Prefect flow run, so that a retry continues it. Raises ValueError for a
-    setting that cannot work, before any process starts.
+    Without a `run_id` the run is named after its Prefect flow run, so that a retry continues it. Raises ValueError for
+    a setting that cannot work, before any process starts.
     """
     logger = get_run_logger()
     plan = Plan(config, run_id or _default_run_id())

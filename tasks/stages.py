@@ -1,4 +1,4 @@
-"""The stages as Prefect tasks: each finds its committed output or has a stage process make it, and returns a reference."""
+"""The stages as Prefect tasks: each finds its committed output or has a stage process make it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tasks.processes import run_in_stage_process
 
 AnyJob = TypeVar("AnyJob", bound=StageJob)
 
-# Causes that another attempt can cure; everything else (a wrong setting, damaged data, a diverged loss) would fail again.
+# Causes that another attempt can cure; all else (a wrong setting, damaged data, a diverged loss) would fail again.
 TRANSIENT_CAUSES = frozenset({"died", "timeout", "OSError", "ConnectionError", "TimeoutError", "ClientError"})
 
 
@@ -50,8 +50,8 @@ def stage_task(body: Callable[[AnyJob], Ref]) -> Callable[[AnyJob], Ref]:
 
     Prefect's record of a result may outlive the artifact, so it counts only while the manifest exists.
     """
-    stage = task(
-        body,
+    stage = Task(
+        fn=body,
         task_run_name=_label,
         persist_result=True,
         result_serializer="json",

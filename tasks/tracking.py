@@ -1,8 +1,8 @@
 """MLflow: one run per flow run, one nested run per stage, every number logged once however often a run is resumed.
 
-Runs are found again by tag, and each metric carries the time its artifact was committed, so logging a manifest a second
-time writes the same points. Logging happens in a thread of its own: a slow or absent tracking server costs the run nothing
-but a warning.
+Runs are found again by tag, and each metric carries the time its artifact was committed, so logging a manifest a
+second time writes the same points. Logging happens in a thread of its own: a slow or absent tracking server costs the
+run nothing but a warning.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from forge_core.examples import Example
 
 
 def reasoning_gym(completion: str, example: Example) -> float:
-    """The task's own score in [0, 1] of the last line of the completion, or of its <answer>...</answer> when it has one."""
+    """The task's own score in [0, 1] of the completion's <answer>...</answer>, or of its last line when it has none."""
     entry = example.metadata.get("entry")
     if not isinstance(entry, dict):
         raise ValueError(

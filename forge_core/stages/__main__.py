@@ -93,7 +93,7 @@ def main() -> None:
         manifest = run_job(parse_job(json.loads(arguments.job.read_text())), workspace)
         workspace.finish_job()
         if manifest is not None:
-            print(f"{manifest.uri}/manifest.json")
+            sys.stdout.write(f"{manifest.uri}/manifest.json\n")
 
 
 if __name__ == "__main__":

@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from forge_core.artifacts import Ref
+from forge_core.chat import load_tokenizer
 from forge_core.config import GeneratorConfig
 from forge_core.generator import Generator
 from forge_core.stages.workspace import Workspace
@@ -38,6 +39,6 @@ def engine_with(policy: Ref, config: GeneratorConfig, seed: int, workspace: Work
         engine.generator.close()
     _, hf_dir = workspace.fetch(policy)
     generator = Generator(hf_dir, config=config, seed=seed % 2**31)
-    engine = Engine(generator, AutoTokenizer.from_pretrained(hf_dir), config, policy.digest)
+    engine = Engine(generator, load_tokenizer(hf_dir), config, policy.digest)
     workspace.held["engine"] = engine
     return engine

@@ -28,7 +28,8 @@ def run(job: EvaluateJob, workspace: Workspace) -> Manifest:
         examples = read_examples(dataset_dir / "examples.jsonl")[: settings.num_examples]
     if len(examples) < settings.num_examples:
         raise ValueError(
-            f"evals.{settings.name}.num_examples is {settings.num_examples}, but the dataset holds {len(examples)}; lower it"
+            f"evals.{settings.name}.num_examples is {settings.num_examples}, but the dataset holds {len(examples)}; "
+            "lower it"
         )
     prompts = [encode_prompt(engine.tokenizer, example.prompt) for example in examples]
     seeds = [derive_seed("evaluate", job.seed, place) for place in range(len(examples))]
@@ -42,10 +43,17 @@ def run(job: EvaluateJob, workspace: Workspace) -> Manifest:
     for example, [answer], attempts in zip(examples, answers, samples, strict=True):
         texts = [RolloutTexts(example, attempt.text, attempt.finish_reason) for attempt in (answer, *attempts)]
         is_right = [call_reward(fn, settings.reward, text) == 1.0 for text in texts]
-        rows.append({
-            "id": example.id, "answer": example.answer, "completion": answer.text, "is_right": is_right[0],
-            "finish_reason": answer.finish_reason, "num_tokens": len(answer.token_ids), "num_right_of_k": sum(is_right[1:]),
-        })  # fmt: skip
+        rows.append(
+            {
+                "id": example.id,
+                "answer": example.answer,
+                "completion": answer.text,
+                "is_right": is_right[0],
+                "finish_reason": answer.finish_reason,
+                "num_tokens": len(answer.token_ids),
+                "num_right_of_k": sum(is_right[1:]),
+            }
+        )
     num_tokens = sum(len(sample.token_ids) for group in (*answers, *samples) for sample in group)
     with workspace.directory() as directory:
         (directory / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

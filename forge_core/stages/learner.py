@@ -35,7 +35,7 @@ class Learner:
 def trainer_from_policy(
     job: SftJob | UpdateJob, policy: Ref, optimizer: OptimizerConfig, total_steps: int, workspace: Workspace
 ) -> PolicyTrainer:
-    """A trainer with the stored weights of `policy` and a fresh optimizer; a warm one is re-used, with the same bits."""
+    """A trainer with the stored weights of `policy` and a fresh optimizer; re-using a warm one gives the same bits."""
     _, hf_dir = workspace.fetch(policy)
     learner: Learner | None = workspace.held.get("learner")
     total_steps = total_steps or UNBOUNDED_STEPS
@@ -63,8 +63,8 @@ def trainer_at(
 ) -> PolicyTrainer:
     """A trainer with weights and optimizer state of `job.policy`.
 
-    The warm one if it holds that version. Otherwise policies are walked back along their manifests to the newest readable
-    snapshot, or to the policy the optimizer started from, and the stored rollouts are replayed from there.
+    The warm one if it holds that version. Otherwise policies are walked back along their manifests to the newest
+    readable snapshot, or to the policy the optimizer started from, and the stored rollouts are replayed from there.
     """
     learner: Learner | None = workspace.held.get("learner")
     if learner is not None and learner.config == job.trainer and learner.policy == job.policy:

@@ -6,6 +6,7 @@ closes, so an owner that is killed takes its stage processes with it.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import selectors
@@ -187,7 +188,5 @@ class StageProcess:
         return f"the {self.role} process {how}; its last words: {' | '.join(self._last_lines) or 'none'}"
 
     def _signal(self, sent: signal.Signals) -> None:
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, sent)
-        except ProcessLookupError:
-            pass

@@ -41,7 +41,7 @@ def run(job: RolloutJob, workspace: Workspace) -> Manifest:
 
 
 def gather(examples: list[Example], prompts: list[list[int]], groups: list[list[Completion]]) -> tuple[Rollouts, int]:
-    """The rollout set of these completions, and how many were dropped because the engine gave no log-prob for a token."""
+    """The rollout set of these completions, and how many were dropped for a token without a log-prob."""
     token_ids: list[int] = []
     logprobs: list[float] = []
     offsets, prompt_lengths, group_ids, texts = [0], [], [], []

@@ -7,11 +7,10 @@ import statistics
 from pathlib import Path
 
 import torch
-from transformers import AutoTokenizer
 
 from forge_core.artifacts import Manifest
 from forge_core.batching import TrainSequence, pack_sequences
-from forge_core.chat import encode_conversation
+from forge_core.chat import encode_conversation, load_tokenizer
 from forge_core.examples import read_examples, take
 from forge_core.jobs import SftJob
 from forge_core.losses import cross_entropy
@@ -74,7 +73,7 @@ def train(trainer: PolicyTrainer, sequences: list[TrainSequence], job: SftJob) -
 
 def encode(examples_path: Path, policy_dir: Path) -> list[TrainSequence]:
     """The dataset's conversations as token ids with a mask on what the assistant says."""
-    tokenizer = AutoTokenizer.from_pretrained(policy_dir)
+    tokenizer = load_tokenizer(policy_dir)
     sequences = []
     for example in read_examples(examples_path):
         ids, mask = encode_conversation(tokenizer, example.conversation)

@@ -69,7 +69,7 @@ def test_a_flipped_byte_is_detected(tmp_path: Path, source: Path):
     path = storage.local_path(f"{manifest.files_uri}/a.txt")
     assert path is not None
     path.write_text("alphb")
-    with pytest.raises(ArtifactError, match="a.txt does not have the SHA-256"):
+    with pytest.raises(ArtifactError, match=r"a\.txt does not have the SHA-256"):
         artifacts.fetch(manifest.ref, tmp_path)
 
 
@@ -78,7 +78,7 @@ def test_a_missing_file_is_detected(tmp_path: Path, source: Path):
     path = storage.local_path(f"{manifest.files_uri}/deep/b.bin")
     assert path is not None
     path.unlink()
-    with pytest.raises(ArtifactError, match="deep/b.bin is missing"):
+    with pytest.raises(ArtifactError, match=r"deep/b\.bin is missing"):
         artifacts.fetch(manifest.ref, tmp_path)
 
 
