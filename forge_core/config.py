@@ -138,7 +138,7 @@ class GrpoConfig(Settings):
     dataset: DatasetConfig = Field(default_factory=DatasetConfig, description="Problems to practise on")
     num_iterations: int = Field(10, ge=0, description="Rollout-score-update rounds; 0 skips this stage")
     prompts_per_iteration: int = Field(64, ge=1, description="Prompts (groups) per iteration")
-    group_size: int = Field(8, ge=2, description="Completions per prompt; 1 leaves nothing to compare with")
+    group_size: int = Field(8, ge=1, description="Completions per prompt, at least 2")
     sampling: SamplingConfig = Field(default_factory=SamplingConfig, description="How rollouts are sampled")
     rewards: tuple[RewardConfig, ...] = Field(
         (RewardConfig(fn="exact_number"),), min_length=1, description="Reward functions, summed with their weights"
@@ -150,7 +150,12 @@ class GrpoConfig(Settings):
     checkpoint_every: int = Field(10, ge=1, description="Policy versions between snapshots of the train state")
 
     @model_validator(mode="after")
-    def _rollouts_follow_the_policy(self) -> GrpoConfig:
+    def _can_be_trained_on(self) -> GrpoConfig:
+        if self.group_size < 2:
+            raise ValueError(
+                f"group_size is {self.group_size}; advantages compare the completions of a prompt with each other, "
+                "so use at least 2 (8 is usual)"
+            )
         if self.sampling.top_p < 1 or self.sampling.top_k > 0:
             raise ValueError(
                 f"sampling.top_p is {self.sampling.top_p} and sampling.top_k is {self.sampling.top_k}; training "

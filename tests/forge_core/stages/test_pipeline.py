@@ -137,6 +137,17 @@ def test_stage_processes_end_with_their_owner(tmp_path: Path):
         time.sleep(0.2)
 
 
+def test_trainer_and_generator_agree_on_the_policy_that_sampled(tmp_path: Path):
+    config = tiny_config(str(tmp_path))
+    one_step = config.grpo.model_copy(update={"num_iterations": 1, "minibatches": 1})
+    summary = run_pipeline(config.model_copy(update={"grpo": one_step}), "run")[-1].summary
+    assert summary["update/steps"] == 1
+    assert summary["logprob_gap/max"] < 1e-4
+    assert summary["loss/clip_fraction"] == 0
+    assert summary["ratio/mean"] == pytest.approx(1, abs=1e-5)
+    assert abs(summary["kl/behavior"]) < 1e-6
+
+
 def test_a_run_id_with_other_settings_is_refused_and_the_difference_named(tmp_path: Path):
     config = tiny_config(str(tmp_path))
     run_pipeline(config, "run")

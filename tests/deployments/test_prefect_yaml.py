@@ -1,0 +1,39 @@
+"""prefect.yaml means what it says: Prefect drops unknown keys without a word, so they are refused here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+from prefect.cli.deploy._models import DeploymentConfig
+from prefect.flows import load_flow_from_entrypoint
+
+REPO = Path(__file__).parent.parent.parent
+DEPLOYMENTS = yaml.safe_load((REPO / "prefect.yaml").read_text())["deployments"]
+EXPECTED = {
+    "post-train/quickstart",
+    "post-train/smollm2",
+    "post-train/nightly",
+    "sft/default",
+    "grpo/default",
+    "evaluate/default",
+}
+
+
+def test_every_deployment_is_there():
+    names = {f"{load_flow_from_entrypoint(item['entrypoint']).name}/{item['name']}" for item in DEPLOYMENTS}
+    assert names == EXPECTED
+
+
+@pytest.mark.parametrize("deployment", DEPLOYMENTS, ids=lambda item: f"{item['entrypoint']}-{item['name']}")
+def test_a_deployment_has_only_keys_that_prefect_reads(deployment: dict):
+    assert set(deployment) <= set(DeploymentConfig.model_fields)
+
+
+@pytest.mark.parametrize("deployment", DEPLOYMENTS, ids=lambda item: f"{item['entrypoint']}-{item['name']}")
+def test_the_parameters_of_a_deployment_pass_its_flows_validation(deployment: dict):
+    [step] = deployment["build"]
+    path = step["forge_core.config.read_yaml"]["path"]
+    flow = load_flow_from_entrypoint(deployment["entrypoint"])
+    flow.validate_parameters({"config": yaml.safe_load((REPO / path).read_text())})

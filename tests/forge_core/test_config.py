@@ -1,0 +1,81 @@
+"""Settings that cannot work are refused while the config is loaded, with field, value and remedy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from forge_core.config import EvalConfig, GrpoRunConfig, PostTrainConfig, RunConfig, SftRunConfig, load_config
+from forge_core.plan import Plan
+
+CONFIGS = Path(__file__).parent.parent.parent / "deployments" / "configs"
+
+
+def refuse(changes: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        PostTrainConfig.model_validate(changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"sead": 1}, r"sead\s+Extra inputs are not permitted"),
+        ({"grpo": {"grop_size": 8}}, r"grpo.grop_size\s+Extra inputs"),
+        ({"grpo": {"group_size": 1}}, "group_size is 1; .* use at least 2"),
+        ({"grpo": {"sampling": {"top_p": 0.9}}}, "top_p is 0.9 .* need top_p=1"),
+        ({"grpo": {"sampling": {"top_k": 5}}}, "top_k is 5; .*top_k=0"),
+        ({"grpo": {"sampling": {"temperature": 0}}}, "temperature is 0; .* use 1.0"),
+        ({"grpo": {"prompts_per_iteration": 2, "minibatches": 4}}, "minibatches is 4, more than prompts_per_iteration"),
+        ({"trainer": {"dtype": "float16"}}, r"trainer.dtype\s+Input should be 'auto', 'float32' or 'bfloat16'"),
+        ({"grpo": {"rewards": []}}, r"grpo.rewards\s+Tuple should have at least 1 item"),
+        ({"name": "My Policy"}, r"name\s+String should match pattern"),
+    ],
+)
+def test_a_setting_that_cannot_work_is_refused(changes, message):
+    refuse(changes, message)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"grpo": {"rewards": [{"fn": "exact_numbr"}]}}, "reward is 'exact_numbr'"),
+        ({"grpo": {"loss": {"fn": "grpo", "kwargs": {"clip": 1}}}}, "loss grpo has no setting 'clip'; it has clip_low"),
+        ({"grpo": {"advantage": {"fn": "zscore"}}}, "advantage is 'zscore', not a built-in .group_zscore"),
+        ({"sft": {"dataset": {"fn": "jsonl"}}}, "dataset jsonl needs kwargs path"),
+        ({"policy": {"uri": "/no/such/place"}}, "policy.uri"),
+        ({"root": "s3://key:secret@bucket/x"}, "put them in the environment"),
+        ({"root": "nosuchprotocol://x"}, "root is nosuchprotocol://x, which cannot be written"),
+    ],
+)
+def test_a_plan_that_cannot_work_is_refused_before_any_process_starts(tmp_path: Path, changes, message):
+    config = PostTrainConfig.model_validate({"root": str(tmp_path)} | changes)
+    with pytest.raises(ValueError, match=message):
+        Plan(config, "run").check()
+
+
+def test_a_misspelt_field_in_a_file_names_the_file(tmp_path: Path):
+    (tmp_path / "mine.yaml").write_text("seed: one\n")
+    with pytest.raises(ValueError, match=r"mine.yaml: .*\n?seed"):
+        load_config(tmp_path / "mine.yaml", PostTrainConfig)
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_shipped_config_loads_and_opens_with_its_command(path: Path):
+    models = {"sft": SftRunConfig, "grpo": GrpoRunConfig, "evaluate": RunConfig}
+    load_config(path, models.get(path.stem, PostTrainConfig))
+    assert path.read_text().startswith(("# python -m ", "# prefect deployment run ", "# make "))
+
+
+def test_settings_cannot_be_changed_after_they_were_checked():
+    with pytest.raises(ValueError, match="frozen"):
+        EvalConfig().num_examples = 3  # type: ignore[misc]
+
+
+def test_equal_configs_give_equal_jobs_wherever_their_artifacts_lie(tmp_path: Path):
+    config = yaml.safe_load((CONFIGS / "tiny.yaml").read_text())
+    jobs = [
+        Plan(PostTrainConfig.model_validate(config | {"root": f"{tmp_path}/{name}"}), name).start() for name in "ab"
+    ]
+    assert jobs[0].output != jobs[1].output
+    assert jobs[0].digest() == jobs[1].digest()
