@@ -73,9 +73,7 @@ def test_settings_cannot_be_changed_after_they_were_checked():
 
 
 def test_equal_configs_give_equal_jobs_wherever_their_artifacts_lie(tmp_path: Path):
-    config = yaml.safe_load((CONFIGS / "tiny.yaml").read_text())
-    jobs = [
-        Plan(PostTrainConfig.model_validate(config | {"root": f"{tmp_path}/{name}"}), name).start() for name in "ab"
-    ]
+    config = load_config(CONFIGS / "tiny.yaml", PostTrainConfig)
+    jobs = [Plan(config.model_copy(update={"root": f"{tmp_path}/{name}"}), name).start() for name in "ab"]
     assert jobs[0].output != jobs[1].output
     assert jobs[0].digest() == jobs[1].digest()
