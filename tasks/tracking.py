@@ -1,8 +1,8 @@
 """MLflow: one run per flow run, one nested run per stage, every number logged once however often a run is resumed.
 
 Runs are found again by tag, and each metric carries the time its artifact was committed, so logging a manifest a
-second time writes the same points. Logging happens in a thread of its own: a slow or absent tracking server costs the
-run nothing but a warning.
+second time writes the same points. Logging happens in a thread of its own, in order: while the tracking server does not
+answer, entries wait and are tried again with the next one, and the run goes on.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import math
 import os
 import queue
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import datetime
@@ -36,7 +37,7 @@ class Tracker:
         self._logger = logger
         self._stage_runs: dict[str, str] = {}
         self._work: queue.Queue[Callable[[], None] | None] = queue.Queue()
-        self._num_failed = 0
+        self._num_lost = 0
         self._thread = threading.Thread(target=self._drain, name="mlflow", daemon=True)
         self._thread.start()
         self._work.put(self._open)
@@ -60,21 +61,28 @@ class Tracker:
         self._work.put(lambda: self._end(status))
         self._work.put(None)
         self._thread.join(timeout=120)
-        if self._num_failed or self._thread.is_alive():
-            self._logger.warning(
-                "MLflow: %d entries could not be logged; the artifacts hold every number", self._num_failed
-            )
+        if self._num_lost or self._thread.is_alive():
+            self._logger.warning("MLflow lacks %d entries or more; the manifests hold every number", self._num_lost)
 
     def _drain(self) -> None:
+        waiting: deque[Callable[[], None]] = deque()
         while (work := self._work.get()) is not None:
-            try:
-                work()
-            except Exception as error:
-                self._num_failed += 1
-                self._logger.warning("MLflow: %s", error)
+            waiting.append(work)
+            while waiting:
+                try:
+                    waiting[0]()
+                except Exception as error:
+                    if _is_unreachable(error):
+                        self._logger.warning("MLflow does not answer, %d entries wait: %s", len(waiting), error)
+                        break
+                    self._num_lost += 1
+                    self._logger.warning("MLflow refused an entry: %s", error)
+                waiting.popleft()
+        self._num_lost += len(waiting)
 
     def _open(self) -> None:
         # Imported here: it takes seconds, which pass in this thread while the first stage starts.
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")  # the default waits for minutes
         import mlflow
 
         logging.getLogger("alembic").setLevel(logging.WARNING)
@@ -183,6 +191,10 @@ class Tracker:
     def _end(self, status: str) -> None:
         for run_id in (*self._stage_runs.values(), self._run_id):
             self._client.set_terminated(run_id, status)
+
+
+def _is_unreachable(error: Exception) -> bool:
+    return isinstance(error, OSError) or "API request to" in str(error)
 
 
 @contextmanager
