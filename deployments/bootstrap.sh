@@ -44,5 +44,8 @@ step "install the pinned packages" \
     "$venv/bin/uv" pip install --quiet --python "$venv/bin/python" --no-deps "${torch_source[@]}" -r "$requirements"
 step "install this package (editable)" "pyproject.toml is likely broken: read the error above" \
     "$venv/bin/uv" pip install --quiet --python "$venv/bin/python" --no-deps --no-build-isolation -e .
+step "compile what every process imports" "check the disk (df -h .) and call make again" \
+    bash -c "cd '$venv'/lib/python3*/site-packages && '$PWD/$venv/bin/python' -m compileall -q -j 0 \
+        torch torchtitan transformers vllm prefect mlflow torchao numpy sympy pandas sqlalchemy > /dev/null || true"
 rm -rf "$venv/share/forge-flows" # empty databases kept by deployments/services.py, perhaps of other versions
 echo "$key" > "$stamp"

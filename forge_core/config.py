@@ -39,7 +39,7 @@ class FreshPolicyConfig(Settings):
     num_layers: int = Field(4, gt=0, description="Number of transformer blocks")
     num_heads: int = Field(6, gt=0, description="Number of attention heads")
     num_kv_heads: int = Field(2, gt=0, description="Number of key/value heads")
-    head_dim: int = Field(32, gt=0, description="Width of one attention head")
+    head_dim: int = Field(32, gt=0, multiple_of=32, description="Width of one attention head (vLLM on a CPU wants 32s)")
     intermediate_size: int = Field(512, gt=0, description="Width of the feed-forward layer")
     max_position_embeddings: int = Field(512, gt=0, description="Longest sequence, tokens")
 
