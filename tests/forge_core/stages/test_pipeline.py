@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -18,6 +20,8 @@ from forge_core.plan import Plan
 from forge_core.stages.process import StageError
 from tasks.processes import stage_processes
 from tests.pipeline import COLD, in_processes, policies, run_pipeline, steps, tiny_config, weights_sha256
+
+REPO = Path(__file__).resolve().parents[3]
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -118,22 +122,25 @@ def test_a_damaged_snapshot_is_named_and_replay_goes_further_back(undisturbed, t
     assert "replaying the update that made" in caplog.text
 
 
+OWNER = """
+import logging, sys, time
+from tasks.processes import stage_processes
+from tests.pipeline import tiny_config
+with stage_processes(tiny_config(sys.argv[1]), logging.getLogger("owner")) as processes:
+    print(*[processes.warm(role).pid for role in ("trainer", "generator", "scorer")], flush=True)
+    time.sleep(600)
+"""
+
+
 def test_stage_processes_end_with_their_owner(tmp_path: Path):
-    config = tiny_config(str(tmp_path))
-    pid = os.fork()
-    if pid == 0:  # an owner that is killed without a chance to clean up
-        with stage_processes(config, logging.getLogger("pipeline")) as processes:
-            pids = [processes.warm(role).pid for role in ("trainer", "generator", "scorer")]
-            (tmp_path / "pids.part").write_text(" ".join(map(str, pids)))
-            (tmp_path / "pids.part").rename(tmp_path / "pids")
-            time.sleep(600)
-    while not (tmp_path / "pids").exists():
-        time.sleep(0.1)
-    children = [int(text) for text in (tmp_path / "pids").read_text().split()]
-    time.sleep(3)
-    os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
-    deadline = time.monotonic() + 30
+    command = [sys.executable, "-c", OWNER, str(tmp_path)]
+    with subprocess.Popen(command, cwd=REPO, stdout=subprocess.PIPE, text=True) as owner:
+        assert owner.stdout is not None
+        children = [int(text) for text in owner.stdout.readline().split()]
+        time.sleep(3)  # into the imports of the children
+        owner.kill()  # no chance to clean up
+    assert len(children) == 3
+    deadline = time.monotonic() + 60
     while any(_is_alive(child) for child in children):
         assert time.monotonic() < deadline, "a stage process outlived its owner"
         time.sleep(0.2)
