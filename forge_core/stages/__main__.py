@@ -44,11 +44,13 @@ def serve(channel: socket.socket, workspace: Workspace, preload: list[str]) -> N
     lines: queue.Queue[str] = queue.Queue()
 
     def read() -> None:
-        with channel.makefile("r") as reader:
-            for line in reader:
-                lines.put(line)
-        shutil.rmtree(workspace.scratch, ignore_errors=True)
-        os._exit(0)
+        try:
+            with channel.makefile("r") as reader:
+                for line in reader:
+                    lines.put(line)
+        finally:  # an owner that is killed before it has listened resets the channel instead of closing it
+            shutil.rmtree(workspace.scratch, ignore_errors=True)
+            os._exit(0)
 
     threading.Thread(target=read, daemon=True).start()
     _send(channel, {"rank": workspace.rank})

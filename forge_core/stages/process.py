@@ -99,9 +99,10 @@ class StageProcess:
             for channel in self._channels:
                 channel.sendall(message)
             return self._collect(job.stage, deadline)
-        except BrokenPipeError as error:
+        except ConnectionError as error:  # a channel that is reset, rather than closed, when a process is killed
+            last_words = self._obituary()
             self.close()
-            raise StageError(job.stage, "died", self._obituary()) from error
+            raise StageError(job.stage, "died", last_words) from error
         except BaseException:
             self.close()
             raise
