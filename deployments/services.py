@@ -85,7 +85,10 @@ def start_mlflow_server(home: Path) -> Service:
 
 
 def start_worker(pool: str, home: Path, api_url: str, *, env: Mapping[str, str] | None = None) -> Service:
-    """A process worker on `pool` (created when missing); flow runs inherit its environment, so `env` reaches them."""
+    """A process worker on the default queue of `pool` (created when missing); flow runs inherit `env`.
+
+    Scheduled runs have a queue of their own, so an overdue one does not start beside the run in hand.
+    """
     name = f"{pool}-{os.getpid()}-{free_port()}"
     settings = prefect_env(home, api_url) | {
         "PREFECT_WORKER_QUERY_SECONDS": "1",
@@ -93,7 +96,7 @@ def start_worker(pool: str, home: Path, api_url: str, *, env: Mapping[str, str] 
         "FORGE_HOME": str(REPO),
     }
     command = [sys.executable, "-m", "prefect", "--no-prompt", "worker", "start", "--pool", pool, "--type", "process"]
-    command += ["--name", name, "--install-policy", "never"]
+    command += ["--work-queue", "default", "--name", name, "--install-policy", "never"]
 
     def is_ready() -> bool:
         # Prefect's own word; asking the API would need the user's credentials when the server is theirs.
