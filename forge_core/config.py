@@ -10,13 +10,10 @@ from pathlib import Path
 from typing import Literal, TypeVar
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
+from pydantic import Field, JsonValue, model_validator
 
-
-class Settings(BaseModel):
-    """Base of every settings model: immutable, and a misspelt field is an error rather than a silent default."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
+from forge_core.faults import FaultPlan
+from forge_core.settings import Settings
 
 
 class FunctionConfig(Settings):
@@ -49,8 +46,8 @@ class PolicyConfig(Settings):
 
     uri: str = Field(
         "fresh://qwen3",
-        description="fresh://qwen3, hf://org/name, a directory in Hugging Face layout (local or any fsspec URI), "
-        "or a .gguf file (local or any fsspec URI)",
+        description="fresh://qwen3, hf://org/name, a directory in Hugging Face layout or a policy version of a run "
+        "(local or any fsspec URI), or a .gguf file (local or any fsspec URI)",
     )
     fresh: FreshPolicyConfig = Field(default_factory=FreshPolicyConfig, description="Shape for fresh://qwen3")
 
@@ -93,6 +90,16 @@ class TrainerConfig(Settings):
         default_factory=dict, description="Dotted torchtitan settings, e.g. {compile.enable: true}; unknown names fail"
     )
 
+    def halved(self, times: int) -> TrainerConfig:
+        """With the micro-batch halved so many times: first its rows, then, when one is left, the length of a row.
+
+        The gradient is the same up to rounding, since it is summed over micro-batches.
+        """
+        rows, tokens = self.micro_batch_rows, self.row_tokens
+        for _ in range(times):
+            rows, tokens = (rows // 2, tokens) if rows > 1 else (rows, tokens // 2)
+        return self.model_copy(update={"micro_batch_rows": rows, "row_tokens": max(8, tokens)})
+
 
 class GeneratorConfig(Settings):
     """The vLLM engine."""
@@ -105,6 +112,10 @@ class GeneratorConfig(Settings):
     overrides: dict[str, JsonValue] = Field(
         default_factory=dict, description="vLLM engine arguments passed through; unknown names fail"
     )
+
+    def halved(self, times: int) -> GeneratorConfig:
+        """With half as many sequences at once, so many times; what is sampled stays the same."""
+        return self.model_copy(update={"max_num_seqs": max(1, self.max_num_seqs >> times)})
 
 
 class SamplingConfig(Settings):
@@ -193,6 +204,18 @@ class WarmthConfig(Settings):
     scorer: bool = Field(True, description="Keep the scoring process alive")
 
 
+class TimeLimitsConfig(Settings):
+    """Seconds after which a stage's process is killed and the stage tried once more. Results do not depend on them."""
+
+    dataset: float = Field(3600, gt=0, description="Seconds to materialise a dataset")
+    start: float = Field(3600, gt=0, description="Seconds to build or fetch the starting policy")
+    sft: float = Field(24 * 3600, gt=0, description="Seconds of supervised fine-tuning")
+    rollout: float = Field(4 * 3600, gt=0, description="Seconds to sample one rollout set")
+    score: float = Field(3600, gt=0, description="Seconds to score one rollout set")
+    update: float = Field(4 * 3600, gt=0, description="Seconds of one update, replay included")
+    evaluate: float = Field(4 * 3600, gt=0, description="Seconds of one evaluation")
+
+
 class RunConfig(Settings):
     """What every run has, whichever stages it goes through."""
 
@@ -204,6 +227,12 @@ class RunConfig(Settings):
     trainer: TrainerConfig = Field(default_factory=TrainerConfig, description="The training engine")
     generator: GeneratorConfig = Field(default_factory=GeneratorConfig, description="The sampling engine")
     keep_warm: WarmthConfig = Field(default_factory=WarmthConfig, description="Processes that stay alive between jobs")
+    time_limits: TimeLimitsConfig = Field(default_factory=TimeLimitsConfig, description="Time limits of the stages")
+    reuse_from: str | None = Field(
+        None,
+        description="A run ({root}/{run_id}) or a root whose artifacts are taken over where the same job made them",
+    )
+    fault_plan: FaultPlan | None = Field(None, description="Faults to inject on purpose; set by flows/drill.py")
     single_writer: bool = Field(
         False, description="Accept a store that ignores create-only writes, because nothing else writes to it"
     )
@@ -225,7 +254,7 @@ class PostTrainConfig(SftRunConfig, GrpoRunConfig):
     """A whole run: start policy -> SFT -> GRPO iterations -> publication, evaluated after each."""
 
 
-Config = TypeVar("Config", bound=RunConfig)
+Config = TypeVar("Config", bound=Settings)
 
 
 def load_config(path: str | Path, model: type[Config]) -> Config:

@@ -18,10 +18,11 @@ from forge_core.config import (
     PolicyConfig,
     RewardConfig,
     SamplingConfig,
-    Settings,
     SftConfig,
     TrainerConfig,
 )
+from forge_core.faults import JobFaults
+from forge_core.settings import Settings
 
 # Bump a stage's number when its code changes what it computes: outputs of older code then count as another job.
 STAGE_VERSIONS = {"dataset": 1, "start": 1, "sft": 1, "rollout": 1, "score": 1, "update": 1, "evaluate": 1}
@@ -46,11 +47,13 @@ class StageJob(Settings):
     role: ClassVar[Literal["trainer", "generator", "scorer"]]
     kind: ClassVar[Kind]
     packages: ClassVar[tuple[str, ...]] = ()
-    # Fields that say where and how often, not what.
-    not_identity: ClassVar[frozenset[str]] = frozenset({"output"})
+    # Fields that say where and how, not what.
+    not_identity: ClassVar[frozenset[str]] = frozenset({"output", "snapshot_output", "memory_halvings", "injected"})
 
     stage: str
     output: str = Field(description="URI of the artifact to commit")
+    memory_halvings: int = Field(0, ge=0, description="Times the work in memory at once was halved after running out")
+    injected: JobFaults | None = Field(None, description="Faults of a drill")
 
     @property
     def inputs(self) -> dict[str, Ref]:
@@ -99,6 +102,7 @@ class StartJob(StageJob):
     packages = ("torch", "transformers")
     stage: Literal["start"] = "start"
     policy: PolicyConfig
+    source: Ref | None = Field(None, description="The policy version of another run that this one starts from")
     seed: int
 
 
@@ -152,7 +156,6 @@ class UpdateJob(StageJob):
     role = "trainer"
     kind = "policy"
     packages = ("torch", "torchtitan", "transformers")
-    not_identity = frozenset({"output", "snapshot_output"})
     stage: Literal["update"] = "update"
     policy: Ref
     scored: Ref

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from forge_core import storage
-from forge_core.artifacts import Ref, sha256_json
+from forge_core.artifacts import Ref, read_manifest, sha256_json
 from forge_core.config import DatasetConfig, EvalConfig, GrpoConfig, GrpoRunConfig, RunConfig, SftConfig, SftRunConfig
 from forge_core.functions import check_function, source_sha256
 from forge_core.jobs import DatasetJob, EvaluateJob, RolloutJob, ScoreJob, SftJob, StartJob, UpdateJob
@@ -60,8 +60,16 @@ class Plan:
         return DatasetJob(output=f"{self.run_uri}/datasets/{name}", dataset=dataset, source_sha256=source)
 
     def start(self) -> StartJob:
-        """The starting policy, v0000."""
-        return StartJob(output=self._policy_uri(0), policy=self.config.policy, seed=self.config.seed)
+        """The starting policy, v0000; it depends on the run it comes from when that is one of ours."""
+        uri = self.config.policy.uri
+        is_directory = not uri.startswith(("fresh://", "hf://")) and not uri.endswith(".gguf")
+        found = read_manifest(storage.absolute_uri(uri)) if is_directory else None
+        return StartJob(
+            output=self._policy_uri(0),
+            policy=self.config.policy,
+            source=found.ref if found else None,
+            seed=self.config.seed,
+        )
 
     def sft(self, policy: Ref, dataset: Ref) -> SftJob:
         """Supervised fine-tuning, v0000 -> v0001."""

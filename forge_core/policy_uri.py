@@ -8,11 +8,14 @@ import re
 import fsspec
 
 from forge_core import storage
+from forge_core.artifacts import read_manifest
 
 # org/name with an optional branch, tag or commit, the form huggingface_hub accepts.
 HF_URI = re.compile(r"^hf://(?P<repo>[\w.-]+/[\w.-]+)(@(?P<revision>[\w./-]+))?$")
 FRESH_URI = "fresh://qwen3"
-SUPPORTED_URIS = "fresh://qwen3, hf://org/name[@revision], a Hugging Face directory or a .gguf file"
+SUPPORTED_URIS = (
+    "fresh://qwen3, hf://org/name[@revision], a Hugging Face directory, a policy version of a run or a .gguf file"
+)
 
 
 def validate_policy_uri(uri: str) -> None:
@@ -55,8 +58,9 @@ def _check_content(uri: str) -> None:
     if uri.endswith(".gguf"):
         if not fs.isfile(path):
             raise policy_error(uri, "does not exist or is not a file", "check the path and the credentials")
-    elif storage.exists(f"{uri}/manifest.json"):
-        raise policy_error(uri, "is a policy version of a run", "give the hf directory that its manifest.json lists")
+    elif (manifest := read_manifest(uri)) is not None:
+        if manifest.kind != "policy":
+            raise policy_error(uri, f"is an artifact of kind {manifest.kind}", "give a policy version, policies/v0003")
     elif not fs.exists(path):
         raise policy_error(uri, "does not exist", f"check the path and the credentials, or use {SUPPORTED_URIS}")
     elif not storage.exists(f"{uri}/config.json"):

@@ -19,6 +19,10 @@ from fsspec.spec import AbstractFileSystem
 _CREATE_CONFLICT_ATTEMPTS = 8
 
 
+class StorageUnavailableError(OSError):
+    """The store did not answer, or not with success, for longer than is waited for."""
+
+
 def absolute_uri(uri: str | Path) -> str:
     """The URI with a protocol; a bare path becomes an absolute `file://` URI.
 

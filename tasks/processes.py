@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import logging
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
+from forge_core import storage
 from forge_core.artifacts import Manifest
 from forge_core.config import RunConfig
+from forge_core.faults import faults_for
 from forge_core.jobs import StageJob
-from forge_core.stages.process import StageProcess
+from forge_core.stages.process import StageError, StageProcess
+from tasks.failures import FailureClass, failure_class, is_retried, stopped
 
 # As written by forge_core.stages; libraries write what they like.
 _LOG_LINE = re.compile(r"(?P<level>DEBUG|INFO|WARNING|ERROR|CRITICAL) (?P<name>[\w./]+): (?P<message>.*)")
@@ -27,18 +31,52 @@ class StageProcesses:
         self._config = config
         self._logger = logger
         self._warm: dict[str, StageProcess] = {}
+        self._failures: Counter[tuple[str, FailureClass]] = Counter()
+        self._halvings: Counter[str] = Counter()  # by role, for the rest of the run: what was too much once is again
 
     def run(self, job: StageJob) -> Manifest:
-        """Run a job in the process of its role; a process that does not stay warm ends with its job."""
+        """Run a job in the process of its role; a process that does not stay warm ends with its job.
+
+        Raises StageError when it fails in a way that another attempt may cure, StageStoppedError when it may not: call
+        again and the same job is given to a fresh process, with less in memory when memory was what it lacked.
+        """
         process = self._warm.pop(job.role, None)
         if process is None or not process.is_alive:
             process = self._start(job.role)
-        manifest = process.run(job)  # ends the process when it fails
+        given = job.model_copy(
+            update={
+                "memory_halvings": max(job.memory_halvings, self._halvings[job.role]),
+                "injected": faults_for(job.label, self._run_uri(job), self._config.fault_plan),
+            }
+        )
+        limit = getattr(self._config.time_limits, job.stage)
+        try:
+            manifest = process.run(given, timeout_seconds=limit)  # ends the process when it fails
+        except StageError as error:
+            self._decide(job, error)
+            raise
         if self._stays_warm(job.role):
             self._warm[job.role] = process
         else:
-            process.close()
+            process.finish(limit)
         return manifest
+
+    def _run_uri(self, job: StageJob) -> str:
+        root = storage.absolute_uri(self._config.root)
+        return f"{root}/{job.output.removeprefix(f'{root}/').split('/')[0]}"
+
+    def _decide(self, job: StageJob, error: StageError) -> None:
+        failure = failure_class(error)
+        earlier = self._failures[job.output, failure]
+        if not is_retried(error, earlier):
+            raise stopped(error, job.label, earlier) from error
+        self._failures[job.output, failure] += 1
+        # A generator first gets a fresh engine: what it lacked may have been held by the old one.
+        if failure == "out_of_memory" and (job.role != "generator" or earlier > 0):
+            self._halvings[job.role] += 1
+            self._logger.warning(
+                "%s ran out of memory; halving what is in it (%d)", job.label, self._halvings[job.role]
+            )
 
     def warm(self, role: str) -> StageProcess:
         """The live process of a role that stays warm."""
@@ -51,9 +89,14 @@ class StageProcesses:
                 self._warm[role] = self._start(role)
 
     def close(self) -> None:
-        """End every process; returns when they are gone."""
+        """End every process, whatever it is doing; returns when they are gone."""
         while self._warm:
             self._warm.popitem()[1].close()
+
+    def finish(self) -> None:
+        """Let every process finish the snapshot it may be writing, then end it."""
+        while self._warm:
+            self._warm.popitem()[1].finish(self._config.time_limits.update)
 
     def _stays_warm(self, role: str) -> bool:
         return getattr(self._config.keep_warm, role)
@@ -88,6 +131,7 @@ def stage_processes(config: RunConfig, logger: Log) -> Iterator[StageProcesses]:
     try:
         processes.start_all()
         yield processes
+        processes.finish()
     finally:
         _current.reset(token)
         processes.close()

@@ -12,6 +12,7 @@ from prefect.logging import get_run_logger
 
 from forge_core.config import RunConfig
 from forge_core.plan import Plan
+from forge_core.runs import write_run
 from tasks.processes import Log, stage_processes
 from tasks.tracking import Tracker, tracking
 
@@ -35,6 +36,7 @@ def open_run(config: RunConfig, run_id: str | None) -> Iterator[Run]:
     logger = get_run_logger()
     plan = Plan(config, run_id or _default_run_id())
     plan.check()
+    write_run(plan.run_uri, plan.run_id, config)
     logger.info("run %s -> %s", plan.run_id, plan.run_uri)
     with (
         stage_processes(config, logger),

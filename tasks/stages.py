@@ -11,31 +11,27 @@ from prefect import runtime, task
 from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State, TaskRun
 from prefect.context import TaskRunContext
-from prefect.tasks import Task, exponential_backoff
+from prefect.tasks import Task
 
 from forge_core import publication
 from forge_core.artifacts import Ref
 from forge_core.jobs import DatasetJob, EvaluateJob, RolloutJob, ScoreJob, SftJob, StageJob, StartJob, UpdateJob
-from forge_core.stages.process import StageError
 from forge_core.stages.workspace import committed
+from tasks.failures import RETRIES, failure_class
 from tasks.processes import run_in_stage_process
 
 AnyJob = TypeVar("AnyJob", bound=StageJob)
 
-# Causes that another attempt can cure; all else (a wrong setting, damaged data, a diverged loss) would fail again.
-TRANSIENT_CAUSES = frozenset({"died", "timeout", "OSError", "ConnectionError", "TimeoutError", "ClientError"})
+# As many as the class with the most: StageProcesses counts by class and raises StageStoppedError when one is used up.
+MAX_RETRIES = sum(RETRIES.values())
 
 
-def is_transient(_task: Task, _run: TaskRun, state: State) -> bool:
-    """Whether a failed stage is worth another attempt."""
+def may_be_cured(_task: Task, _run: TaskRun, state: State) -> bool:
+    """Whether a failed stage is given another attempt."""
     try:
         state.result()
-    except StageError as error:
-        return error.cause in TRANSIENT_CAUSES
-    except (ConnectionError, TimeoutError):
-        return True
-    except Exception:
-        return False
+    except Exception as error:
+        return failure_class(error) != "permanent"
     return False
 
 
@@ -56,10 +52,10 @@ def stage_task(body: Callable[[AnyJob], Ref]) -> Callable[[AnyJob], Ref]:
         persist_result=True,
         result_serializer="json",
         cache_key_fn=by_job,
-        retries=2,
-        retry_delay_seconds=exponential_backoff(backoff_factor=2),
+        retries=MAX_RETRIES,
+        retry_delay_seconds=[1, 2, 4, 8, 16, 32, 60],
         retry_jitter_factor=0.5,
-        retry_condition_fn=is_transient,
+        retry_condition_fn=may_be_cured,
     )
 
     @functools.wraps(body)

@@ -16,6 +16,7 @@ import os
 import queue
 import shutil
 import socket
+import struct
 import sys
 import tempfile
 import threading
@@ -25,17 +26,21 @@ from pathlib import Path
 from forge_core.artifacts import Manifest
 from forge_core.jobs import Job, parse_job
 from forge_core.stages.workspace import Workspace, committed
+from forge_core.storage import StorageUnavailableError
 
 logger = logging.getLogger("forge_core.stages")
 
 
 def run_job(job: Job, workspace: Workspace) -> Manifest | None:
     """The job's committed output: found when it is there already, else made now (None on ranks other than 0)."""
+    workspace.begin_job(job)
     found = committed(job)
     if found is not None:
         logger.info("%s is already committed", job.output)
         return found
     logger.info("%s -> %s", job.stage, job.output)
+    workspace.injection.record("attempt")
+    workspace.injection.reach("begin")
     return importlib.import_module(f"forge_core.stages.{job.stage}").run(job, workspace)
 
 
@@ -61,11 +66,31 @@ def serve(channel: socket.socket, workspace: Workspace, preload: list[str]) -> N
         try:
             manifest = run_job(job, workspace)
             _send(channel, {"manifest": manifest.model_dump(mode="json") if manifest else None})
+            workspace.injection.reach("answered")
             workspace.finish_job()
+            _send(channel, {"idle": True})
         except Exception as error:
             logger.error("%s failed\n%s", job.stage, traceback.format_exc())
-            _send(channel, {"error": {"type": type(error).__name__, "message": str(error)}})
+            _send(channel, {"error": {"type": error_type(error), "message": str(error)}})
             raise SystemExit(1) from error
+
+
+def error_type(error: BaseException) -> str:
+    """The name that the owner decides by: OutOfMemory for every way to run out of it, else the exception's own.
+
+    torch raises a plain RuntimeError on a CPU.
+    """
+    text = str(error).lower()
+    if isinstance(error, MemoryError) or "out of memory" in text or "can't allocate memory" in text:
+        return "OutOfMemory"
+    if isinstance(error, StorageUnavailableError | ConnectionError | TimeoutError):
+        return "StorageUnavailable"
+    return type(error).__name__
+
+
+def _peer_pid(channel: socket.socket) -> int:
+    pid, _uid, _gid = struct.unpack("3i", channel.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    return pid
 
 
 def _send(channel: socket.socket, message: dict) -> None:
@@ -87,7 +112,7 @@ def main() -> None:
     if arguments.connect:
         channel = socket.socket(socket.AF_UNIX)
         channel.connect(arguments.connect)
-        serve(channel, Workspace(arguments.scratch), arguments.preload)
+        serve(channel, Workspace(arguments.scratch, _peer_pid(channel)), arguments.preload)
     if arguments.job is None:
         parser.error("name a job file, or --connect")
     with tempfile.TemporaryDirectory(prefix="forge-") as scratch:

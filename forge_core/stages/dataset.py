@@ -15,6 +15,7 @@ def run(job: DatasetJob, workspace: Workspace) -> Manifest:
     with workspace.directory() as directory:
         with watch("dataset"):
             count = write_examples(load_function(job.dataset, "dataset")(), directory / "examples.jsonl")
+        workspace.injection.reach("work")
         if count == 0:
             raise ValueError(f"dataset {job.dataset.fn} with {job.dataset.kwargs} yields no examples")
         return workspace.commit(job, directory, summary={"dataset/examples": count}, timings=watch.seconds)

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
 
-from forge_core.artifacts import Ref
 from forge_core.chat import load_tokenizer
 from forge_core.config import GeneratorConfig
 from forge_core.generator import Generator
+from forge_core.jobs import EvaluateJob, RolloutJob
 from forge_core.stages.workspace import Workspace
 
 logger = logging.getLogger(__name__)
@@ -26,8 +26,9 @@ class Engine:
     policy_digest: str
 
 
-def engine_with(policy: Ref, config: GeneratorConfig, seed: int, workspace: Workspace) -> Engine:
-    """An engine that serves exactly this policy: the warm one as it is, the warm one with new weights, or a new one."""
+def engine_with(job: RolloutJob | EvaluateJob, workspace: Workspace) -> Engine:
+    """An engine that serves exactly the job's policy: the warm one as it is or with new weights, or a new one."""
+    policy, config = job.policy, job.generator.halved(job.memory_halvings)
     engine: Engine | None = workspace.held.get("engine")
     if engine is not None and engine.config == config:
         if engine.policy_digest != policy.digest:
@@ -38,7 +39,7 @@ def engine_with(policy: Ref, config: GeneratorConfig, seed: int, workspace: Work
     if engine is not None:
         engine.generator.close()
     _, hf_dir = workspace.fetch(policy)
-    generator = Generator(hf_dir, config=config, seed=seed % 2**31)
+    generator = Generator(hf_dir, config=config, seed=job.seed % 2**31)
     engine = Engine(generator, load_tokenizer(hf_dir), config, policy.digest)
     workspace.held["engine"] = engine
     return engine

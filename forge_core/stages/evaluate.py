@@ -23,7 +23,7 @@ def run(job: EvaluateJob, workspace: Workspace) -> Manifest:
     """Evaluate on the first `num_examples` problems; every problem counts once."""
     watch, settings = Stopwatch(), job.evaluation
     with watch("load"):
-        engine = engine_with(job.policy, job.generator, job.seed, workspace)
+        engine = engine_with(job, workspace)
         _, dataset_dir = workspace.fetch(job.dataset)
         examples = read_examples(dataset_dir / "examples.jsonl")[: settings.num_examples]
     if len(examples) < settings.num_examples:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,6 +11,7 @@ import torch.distributed
 
 from forge_core import artifacts, storage
 from forge_core.artifacts import ArtifactError, Manifest, Ref
+from forge_core.batching import TrainSequence
 from forge_core.config import OptimizerConfig, TrainerConfig
 from forge_core.jobs import SftJob, UpdateJob
 from forge_core.stages.workspace import Stopwatch, Workspace
@@ -25,11 +26,19 @@ UNBOUNDED_STEPS = 1_000_000_000
 
 @dataclass
 class Learner:
-    """A live trainer, and the policy version whose weights *and* optimizer state it holds (None: not a known one)."""
+    """A live trainer, and the policy version whose weights *and* optimizer state it holds (None: not a known one).
+
+    `config` has the micro-batch that fits into memory.
+    """
 
     trainer: PolicyTrainer
     config: TrainerConfig
     policy: Ref | None
+
+    def holds(self, job: UpdateJob) -> bool:
+        """Whether the update can start from here as it is."""
+        fits = self.config == job.trainer.halved(job.memory_halvings)
+        return fits and self.policy is not None and self.policy.digest == job.policy.digest
 
 
 def trainer_from_policy(
@@ -39,7 +48,8 @@ def trainer_from_policy(
     _, hf_dir = workspace.fetch(policy)
     learner: Learner | None = workspace.held.get("learner")
     total_steps = total_steps or UNBOUNDED_STEPS
-    if learner is not None and learner.config == job.trainer and learner.trainer.shape == PolicyShape.read(hf_dir):
+    config = job.trainer.halved(job.memory_halvings)
+    if learner is not None and learner.config == config and learner.trainer.shape == PolicyShape.read(hf_dir):
         learner.policy = None
         learner.trainer.load_policy(hf_dir)
         learner.trainer.reset_optimizer(optimizer, total_steps)
@@ -48,13 +58,13 @@ def trainer_from_policy(
         learner.trainer.close()
     trainer = PolicyTrainer.open(
         hf_dir,
-        trainer=job.trainer,
+        trainer=config,
         optimizer=optimizer,
         total_steps=total_steps,
         seed=job.seed,
         scratch=workspace.scratch / "trainer",
     )
-    workspace.held["learner"] = Learner(trainer, job.trainer, None)
+    workspace.held["learner"] = Learner(trainer, config, None)
     return trainer
 
 
@@ -67,7 +77,7 @@ def trainer_at(
     readable snapshot, or to the policy the optimizer started from, and the stored rollouts are replayed from there.
     """
     learner: Learner | None = workspace.held.get("learner")
-    if learner is not None and learner.config == job.trainer and learner.policy == job.policy:
+    if learner is not None and learner.holds(job):
         return learner.trainer
     to_replay: list[UpdateJob] = []
     policy, state_dir = job.policy, None
@@ -83,7 +93,9 @@ def trainer_at(
         trainer.load_train_state(state_dir)
     for past in reversed(to_replay):
         logger.info("replaying the update that made %s", past.output)
-        replay(trainer, past, workspace)
+        workspace.injection.record("replay", of=past.label)
+        halvings = max(past.memory_halvings, job.memory_halvings)
+        replay(trainer, past.model_copy(update={"memory_halvings": halvings}), workspace)
     if to_replay:
         _, hf_dir = workspace.fetch(job.policy)
         # Replay gives the same bits on the same hardware. The published weights are what rollouts were sampled from, so
@@ -91,6 +103,18 @@ def trainer_at(
         trainer.load_policy(hf_dir)
     workspace.held["learner"].policy = job.policy
     return trainer
+
+
+def row_tokens(job: SftJob | UpdateJob, sequences: Sequence[TrainSequence]) -> int:
+    """Length of a packed row that fits into memory; raises ValueError when a sequence does not fit into such a row."""
+    tokens = job.trainer.halved(job.memory_halvings).row_tokens
+    longest = max(len(sequence.token_ids) for sequence in sequences)
+    if job.memory_halvings and longest > tokens:
+        raise ValueError(
+            f"the trainer ran out of memory, and a micro-batch of one sequence of {longest} tokens cannot be halved; "
+            "set trainer.activation_checkpoint to full, raise trainer.num_ranks, or lower sampling.max_tokens"
+        )
+    return tokens
 
 
 def publish_policy(
@@ -148,7 +172,10 @@ def _readable_snapshot(policy: Ref, made_by: UpdateJob, workspace: Workspace) ->
         return None
     try:
         manifest = artifacts.read_manifest(made_by.snapshot_output)
-        if manifest is None or manifest.inputs["policy"] != policy:
+        if manifest is None:
+            logger.info("there is no snapshot %s, going further back", made_by.snapshot_output)
+            return None
+        if manifest.inputs["policy"].digest != policy.digest:
             return None
         return workspace.fetch(manifest.ref)[1]
     except ArtifactError as error:

@@ -18,9 +18,10 @@ import sys
 import tempfile
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
-from typing import BinaryIO
+from typing import Literal
 
 from forge_core.artifacts import Manifest
 from forge_core.jobs import StageJob
@@ -35,7 +36,7 @@ PRELOAD = {
 # quiet one it costs nothing, where OMP_WAIT_POLICY=passive makes a step 1.4 times slower.
 ENVIRONMENT = {"GOMP_SPINCOUNT": "1000", "TORCH_CPP_LOG_LEVEL": "ERROR"}
 START_TIMEOUT_SECONDS = 300.0
-EXIT_GRACE_SECONDS = 5.0
+EXIT_GRACE_SECONDS = 2.0  # for each of: closing its channel, SIGTERM, SIGKILL
 
 
 class StageError(RuntimeError):
@@ -44,6 +45,31 @@ class StageError(RuntimeError):
     def __init__(self, stage: str, cause: str, message: str) -> None:
         super().__init__(f"stage {stage} failed ({cause}): {message}")
         self.stage, self.cause = stage, cause
+
+
+class _Channel:
+    """The messages of one rank: JSON objects, one a line."""
+
+    def __init__(self, accepted: socket.socket) -> None:
+        self.socket = accepted
+        self.socket.settimeout(None)
+        self._unread = b""
+        self._messages: deque[dict] = deque()
+
+    def receive(self) -> bool:
+        """Read what has arrived, waiting for something; False when the other end is closed."""
+        data = self.socket.recv(1 << 16)
+        *lines, self._unread = (self._unread + data).split(b"\n")
+        self._messages.extend(json.loads(line) for line in lines)
+        return bool(data)
+
+    def take(self, wanted: str) -> dict | None:
+        """The first message that has this field or reports an error; those before it are dropped."""
+        while self._messages:
+            message = self._messages.popleft()
+            if wanted in message or "error" in message:
+                return message
+        return None
 
 
 class StageProcess:
@@ -76,8 +102,7 @@ class StageProcess:
         self._last_lines: list[str] = []
         self._reader = threading.Thread(target=self._forward, args=(on_line,), daemon=True)
         self._reader.start()
-        self._channels: list[socket.socket] = []
-        self._readers: dict[int, BinaryIO] = {}
+        self._channels: list[_Channel] = []
 
     @property
     def pid(self) -> int:
@@ -97,8 +122,9 @@ class StageProcess:
                 self._accept(job.stage)
             message = json.dumps(job.as_json()).encode() + b"\n"
             for channel in self._channels:
-                channel.sendall(message)
-            return self._collect(job.stage, deadline)
+                channel.socket.sendall(message)
+            answers = self._await("manifest", job.stage, deadline)
+            return Manifest.model_validate(answers[0]["manifest"])
         except ConnectionError as error:  # a channel that is reset, rather than closed, when a process is killed
             last_words = self._obituary()
             self.close()
@@ -107,11 +133,22 @@ class StageProcess:
             self.close()
             raise
 
+    def finish(self, timeout_seconds: float) -> None:
+        """Wait for what the process does after its answer (a snapshot), then end it."""
+        try:
+            if self._channels:
+                self._await("idle", "finish", time.monotonic() + timeout_seconds)
+        except (ConnectionError, StageError):
+            pass  # its log says why; nothing that was answered depends on it
+        finally:
+            self.close()
+
     def close(self) -> None:
         """End the process and everything it started; returns when it is gone."""
         for channel in self._channels:
-            channel.shutdown(socket.SHUT_RDWR)
-            channel.close()
+            with contextlib.suppress(OSError):  # it may be closed at the other end
+                channel.socket.shutdown(socket.SHUT_RDWR)
+            channel.socket.close()
         self._listener.close()
         for sent in (None, signal.SIGTERM, signal.SIGKILL):
             if sent is not None:
@@ -128,7 +165,7 @@ class StageProcess:
     def _accept(self, stage: str) -> None:
         deadline = time.monotonic() + START_TIMEOUT_SECONDS
         self._listener.settimeout(0.1)
-        channels: dict[int, socket.socket] = {}
+        channels: dict[int, _Channel] = {}
         while len(channels) < self.num_ranks:
             if not self.is_alive:
                 raise StageError(stage, "died", self._obituary())
@@ -137,39 +174,42 @@ class StageProcess:
                     stage, "timeout", f"the {self.role} process did not start in {START_TIMEOUT_SECONDS:.0f} s"
                 )
             try:
-                channel, _ = self._listener.accept()
+                accepted, _ = self._listener.accept()
             except TimeoutError:
                 continue
-            channel.settimeout(None)
-            reader = channel.makefile("rb")
-            hello = reader.readline()
+            opened = _Channel(accepted)
+            hello = None
+            while hello is None and opened.receive():
+                hello = opened.take("rank")
             if hello:  # else it died between connecting and its first word; the next turn of the loop says how
-                rank = json.loads(hello)["rank"]
-                channels[rank], self._readers[rank] = channel, reader
+                channels[hello["rank"]] = opened
         self._channels = [channels[rank] for rank in range(self.num_ranks)]
 
-    def _collect(self, stage: str, deadline: float) -> Manifest:
-        """The manifest from rank 0 once every rank has answered."""
+    def _await(self, wanted: Literal["manifest", "idle"], stage: str, deadline: float) -> dict[int, dict]:
+        """What each rank says under this name; other messages (idle, after an earlier job) are passed over."""
         answers: dict[int, dict] = {}
         with selectors.DefaultSelector() as selector:
             for rank, channel in enumerate(self._channels):
-                selector.register(channel, selectors.EVENT_READ, rank)
-            while len(answers) < self.num_ranks:
+                selector.register(channel.socket, selectors.EVENT_READ, rank)
+            while True:
+                for rank, channel in enumerate(self._channels):
+                    if rank not in answers and (answer := channel.take(wanted)) is not None:
+                        if "error" in answer:
+                            raise StageError(stage, answer["error"]["type"], answer["error"]["message"])
+                        answers[rank] = answer
+                if len(answers) == self.num_ranks:
+                    return answers
                 remaining = deadline - time.monotonic()
                 if remaining <= 0:
                     raise StageError(
                         stage, "timeout", "the time limit of the stage has passed; raise it or make the job smaller"
                     )
                 for key, _ in selector.select(None if remaining == float("inf") else remaining):
-                    line = self._readers[key.data].readline()
-                    if not line:
+                    if self._channels[key.data].receive():
+                        continue
+                    if key.data not in answers:
                         raise StageError(stage, "died", self._obituary())
-                    answer = json.loads(line)
-                    if "error" in answer:
-                        raise StageError(stage, answer["error"]["type"], answer["error"]["message"])
                     selector.unregister(key.fileobj)
-                    answers[key.data] = answer
-        return Manifest.model_validate(answers[0]["manifest"])
 
     def _forward(self, on_line: Callable[[str], None]) -> None:
         assert self._process.stdout is not None

@@ -22,7 +22,7 @@ def run(job: RolloutJob, workspace: Workspace) -> Manifest:
     """Sample `group_size` completions for each prompt of this iteration."""
     watch = Stopwatch()
     with watch("load"):
-        engine = engine_with(job.policy, job.generator, job.seed, workspace)
+        engine = engine_with(job, workspace)
         _, dataset_dir = workspace.fetch(job.dataset)
         examples = read_examples(dataset_dir / "examples.jsonl")
     start = job.iteration * job.num_prompts
@@ -33,6 +33,7 @@ def run(job: RolloutJob, workspace: Workspace) -> Manifest:
     seeds = [derive_seed("rollout", job.seed, start + place) for place in range(len(chosen))]
     with watch("generate"):
         groups = engine.generator.generate(prompts, num_completions=job.group_size, sampling=job.sampling, seeds=seeds)
+    workspace.injection.reach("work")
     rollouts, num_dropped = gather(chosen, prompts, groups)
     with workspace.directory() as directory:
         rollouts.save(directory)

@@ -14,7 +14,7 @@ from forge_core.chat import encode_conversation, load_tokenizer
 from forge_core.examples import read_examples, take
 from forge_core.jobs import SftJob
 from forge_core.losses import cross_entropy
-from forge_core.stages.learner import publish_policy, trainer_from_policy
+from forge_core.stages import learner
 from forge_core.stages.workspace import Stopwatch, Workspace
 from forge_core.trainer.policy_trainer import PolicyTrainer
 
@@ -28,12 +28,12 @@ def run(job: SftJob, workspace: Workspace) -> Manifest | None:
     """Train for at most `num_steps` optimizer steps; returns the manifest on rank 0."""
     watch, settings = Stopwatch(), job.sft
     with watch("load"):
-        trainer = trainer_from_policy(job, job.policy, settings.optimizer, settings.num_steps, workspace)
+        trainer = learner.trainer_from_policy(job, job.policy, settings.optimizer, settings.num_steps, workspace)
         _, dataset_dir = workspace.fetch(job.dataset)
         _, policy_dir = workspace.fetch(job.policy)
         sequences = encode(dataset_dir / "examples.jsonl", policy_dir)
     with watch("sft"):
-        metrics = train(trainer, sequences, job)
+        metrics = train(trainer, sequences, job, workspace)
     tail = metrics[-10:]
     summary = {
         "sft/loss": statistics.fmean(step["loss/policy"] for step in tail),
@@ -42,20 +42,25 @@ def run(job: SftJob, workspace: Workspace) -> Manifest | None:
         "sft/steps": len(metrics),
         "tokens_per_second/sft": sum(step["tokens/total"] for step in metrics) / watch.seconds["sft"],
     }
-    return publish_policy(job, job.policy, trainer, workspace, summary=summary, watch=watch)
+    return learner.publish_policy(job, job.policy, trainer, workspace, summary=summary, watch=watch)
 
 
-def train(trainer: PolicyTrainer, sequences: list[TrainSequence], job: SftJob) -> list[dict[str, float]]:
+def train(
+    trainer: PolicyTrainer, sequences: list[TrainSequence], job: SftJob, workspace: Workspace
+) -> list[dict[str, float]]:
     """Metrics of each optimizer step; ends early, after the cool-down, once the smoothed loss is low enough."""
     settings = job.sft
     metrics: list[dict[str, float]] = []
     smoothed, stop_at = None, settings.num_steps
+    row_tokens = learner.row_tokens(job, sequences)
     while len(metrics) < stop_at:
         start = len(metrics) * settings.batch_size
         window = take(
             len(sequences), start=start, count=settings.batch_size, seed=job.seed, digest=job.dataset.digest
         )  # fmt: skip
-        batch = pack_sequences([sequences[index] for index in window], job.trainer.row_tokens)
+        batch = pack_sequences([sequences[index] for index in window], row_tokens)
+        if len(metrics) == settings.num_steps // 2:
+            workspace.injection.reach("work")
         metrics.append(trainer.train_step(batch, cross_entropy))
         loss = metrics[-1]["loss/policy"]
         smoothed = loss if smoothed is None else SMOOTHING * smoothed + (1 - SMOOTHING) * loss

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+
 from forge_core.artifacts import Manifest
 from forge_core.jobs import StartJob
 from forge_core.policies import import_policy
@@ -13,6 +15,11 @@ def run(job: StartJob, workspace: Workspace) -> Manifest:
     watch = Stopwatch()
     with workspace.directory() as directory, workspace.directory() as scratch:
         with watch("start"):
-            import_policy(job.policy, directory, seed=job.seed, scratch=scratch)
+            if job.source is not None:
+                _, source_dir = workspace.fetch(job.source)
+                shutil.copytree(source_dir, directory, dirs_exist_ok=True)
+            else:
+                import_policy(job.policy, directory, seed=job.seed, scratch=scratch)
+        workspace.injection.reach("work")
         num_bytes = sum(path.stat().st_size for path in directory.glob("*.safetensors"))
         return workspace.commit(job, directory, summary={"policy/num_bytes": num_bytes}, timings=watch.seconds)

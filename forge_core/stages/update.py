@@ -6,6 +6,7 @@ import logging
 
 import torch
 
+from forge_core import artifacts
 from forge_core.artifacts import Manifest, Ref
 from forge_core.batching import TrainSequence, pack_sequences
 from forge_core.functions import load_function
@@ -13,7 +14,7 @@ from forge_core.jobs import UpdateJob
 from forge_core.rollouts import Rollouts, Scores
 from forge_core.stages import learner
 from forge_core.stages.workspace import Stopwatch, Workspace
-from forge_core.trainer.policy_trainer import PolicyTrainer
+from forge_core.trainer.policy_trainer import NonFiniteError, PolicyTrainer
 
 logger = logging.getLogger(__name__)
 
@@ -23,8 +24,13 @@ def run(job: UpdateJob, workspace: Workspace) -> Manifest | None:
     watch = Stopwatch()
     with watch("load"):
         trainer = learner.trainer_at(job, workspace, replay=apply_update)
+    workspace.injection.model = trainer.model
     with watch("update"):
-        summary = apply_update(trainer, job, workspace)
+        try:
+            summary = apply_update(trainer, job, workspace)
+        except NonFiniteError as error:
+            rollouts = artifacts.resolve(job.scored).inputs["rollouts"]
+            raise NonFiniteError(f"{error}. Rollouts {rollouts.uri}, scored {job.scored.uri}") from error
     summary["tokens_per_second/update"] = summary["tokens/total"] / watch.seconds["update"]
     manifest = learner.publish_policy(job, job.policy, trainer, workspace, summary=summary, watch=watch)
     if job.snapshot_output is not None:
@@ -38,15 +44,21 @@ def apply_update(trainer: PolicyTrainer, job: UpdateJob, workspace: Workspace) -
     loss = load_function(job.loss, "loss")
     steps = []
     for members in _minibatches(rollouts, scores, job.minibatches):
-        batch = pack_sequences(members, job.trainer.row_tokens)
+        workspace.injection.reach("work")
+        batch = pack_sequences(members, learner.row_tokens(job, members))
         steps.append(trainer.train_step(batch, loss, temperature=job.temperature))
     if not steps:
         # Every group has equal rewards: there is no gradient, and a step on stale momentum would be an invention.
         logger.warning("%s has no group with a spread of rewards; the policy stays as it is", job.scored.uri)
-        return {"update/steps": 0, "tokens/total": 0, "tokens/trained": 0}
+        return {
+            "update/steps": 0,
+            "tokens/total": 0,
+            "tokens/trained": 0,
+            "update/memory_halvings": job.memory_halvings,
+        }
     summary = {name: sum(step[name] for step in steps) / len(steps) for name in steps[0]}
     summary |= {name: sum(step[name] for step in steps) for name in ("tokens/total", "tokens/trained")}
-    return summary | {"update/steps": len(steps)}
+    return summary | {"update/steps": len(steps), "update/memory_halvings": job.memory_halvings}
 
 
 def _read(scored: Ref, workspace: Workspace) -> tuple[Rollouts, Scores]:

@@ -15,6 +15,7 @@ from typing import Any
 from forge_core import artifacts
 from forge_core.artifacts import Manifest, Ref
 from forge_core.jobs import StageJob
+from forge_core.stages.injection import Injection
 
 logger = logging.getLogger(__name__)
 
@@ -22,12 +23,17 @@ logger = logging.getLogger(__name__)
 class Workspace:
     """Handed to every stage. Nothing in it decides a result: `held` is a cache, keyed by the digests jobs name."""
 
-    def __init__(self, scratch: Path) -> None:
+    def __init__(self, scratch: Path, owner_pid: int | None = None) -> None:
         self.scratch = scratch
+        self.owner_pid = owner_pid
         self.rank = int(os.environ.get("RANK", "0"))
         self.held: dict[str, Any] = {}
         self._deferred: list[Callable[[], None]] = []
         self._fetched: list[set[str]] = [set(), set()]  # digests used by the previous job and by this one
+
+    def begin_job(self, job: StageJob) -> None:
+        """Called before a job is worked on: what a drill does to it starts here."""
+        self.injection = Injection(job.label, job.injected, self.rank, self.owner_pid)
 
     def fetch(self, ref: Ref) -> tuple[Manifest, Path]:
         """The manifest of an artifact and a verified local directory of its files, valid until the next job but one."""
@@ -57,7 +63,9 @@ class Workspace:
             summary=summary,
             software=job.software,
             timings=timings,
+            on_uploaded=lambda: self.injection.reach("before_commit"),
         )
+        self.injection.reach("after_commit")
         logger.info(
             "committed %s (%d files, %.2f s upload)", job.output, len(manifest.files), manifest.timings["upload"]
         )

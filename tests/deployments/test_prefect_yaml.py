@@ -12,6 +12,11 @@ from prefect.flows import load_flow_from_entrypoint
 REPO = Path(__file__).parent.parent.parent
 DEPLOYMENTS = yaml.safe_load((REPO / "prefect.yaml").read_text())["deployments"]
 EXPECTED = {
+    "drill/default",
+    "branch/default",
+    "rescore/default",
+    "redo-update/default",
+    "replay/default",
     "post-train/quickstart",
     "post-train/smollm2",
     "post-train/nightly",
@@ -33,6 +38,8 @@ def test_a_deployment_has_only_keys_that_prefect_reads(deployment: dict):
 
 @pytest.mark.parametrize("deployment", DEPLOYMENTS, ids=lambda item: f"{item['entrypoint']}-{item['name']}")
 def test_the_parameters_of_a_deployment_pass_its_flows_validation(deployment: dict):
+    if deployment["parameters"] == {}:  # works on a run that the user names
+        return
     [step] = deployment["build"]
     path = step["forge_core.config.read_yaml"]["path"]
     flow = load_flow_from_entrypoint(deployment["entrypoint"])

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from forge_core.config import EvalConfig, GrpoRunConfig, PostTrainConfig, RunConfig, SftRunConfig, load_config
+from forge_core.drill import DrillConfig
 from forge_core.plan import Plan
 
 CONFIGS = Path(__file__).parent.parent.parent / "deployments" / "configs"
@@ -62,7 +63,7 @@ def test_a_misspelt_field_in_a_file_names_the_file(tmp_path: Path):
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
 def test_every_shipped_config_loads_and_opens_with_its_command(path: Path):
-    models = {"sft": SftRunConfig, "grpo": GrpoRunConfig, "evaluate": RunConfig}
+    models = {"sft": SftRunConfig, "grpo": GrpoRunConfig, "evaluate": RunConfig, "drill": DrillConfig}
     load_config(path, models.get(path.stem, PostTrainConfig))
     assert path.read_text().startswith(("# python -m ", "# prefect deployment run ", "# make "))
 
