@@ -20,12 +20,12 @@ StorageAction = Literal["unavailable", "reset", "slow", "lose", "tear"]
 
 
 class Fault(Settings):
-    """One fault; it strikes once, at the first attempt of a job that reaches it."""
+    """One fault; it strikes the first attempts of a job that reach it, `times` in all."""
 
     job: str = Field(description='The job it strikes: "update v0003", or a stage name for the first job of that stage')
     action: ProcessAction | StorageAction = Field(description="What happens")
     at: Point | Operation = Field("work", description="Point of the stage, or the kind of storage operation")
-    times: int = Field(1, ge=1, description="Operations in a row that a storage fault strikes")
+    times: int = Field(1, ge=1, description="How often it strikes: attempts, or storage operations in a row")
     rank: int = Field(0, ge=0, description="Rank of the trainer that a process fault strikes")
 
     @model_validator(mode="after")

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import logging
 from collections.abc import Callable
 from pathlib import Path
 
+from forge_core import storage
 from forge_core.artifacts import Manifest, Ref, read_manifest
 from forge_core.config import PostTrainConfig, WarmthConfig, load_config
 from forge_core.jobs import StageJob
 from forge_core.plan import Plan
+from forge_core.stages.process import StageError
 from forge_core.stages.workspace import committed
 from tasks.processes import StageProcesses, stage_processes
 
@@ -27,7 +31,7 @@ def run_pipeline(config: PostTrainConfig, run_id: str, run: Run | None = None) -
     """All policy versions of a run, oldest first; `run` replaces the stage processes of this config."""
     with stage_processes(config, logging.getLogger("pipeline")) as processes:
         plan = Plan(config, run_id)
-        steps(plan, run or in_processes(processes))
+        steps(plan, run or with_retries(processes))
         return policies(plan)
 
 
@@ -36,6 +40,17 @@ def in_processes(processes: StageProcesses) -> Run:
 
     def run(job: StageJob) -> Ref:
         return (committed(job) or processes.run(job)).ref
+
+    return run
+
+
+def with_retries(processes: StageProcesses) -> Run:
+    """Jobs run like that, and again as long as the class of their failure allows; without the waits in between."""
+
+    def run(job: StageJob) -> Ref:
+        while True:
+            with contextlib.suppress(StageError):
+                return in_processes(processes)(job)
 
     return run
 
@@ -64,3 +79,10 @@ def policies(plan: Plan) -> list[Manifest]:
 def weights_sha256(manifests: list[Manifest]) -> list[str]:
     """SHA-256 of the weights of each policy version."""
     return [file.sha256 for manifest in manifests for file in manifest.files if file.path.endswith(".safetensors")]
+
+
+def events(config: PostTrainConfig, kind: str, run_id: str = "run") -> list[dict]:
+    """What a run under a fault plan recorded: its attempts or its replays, in order."""
+    prefix = f"{Plan(config, run_id).run_uri}/drill/events"
+    found = [json.loads(storage.read_bytes(f"{prefix}/{name}")) for name in storage.list_names(prefix)]
+    return [event for event in found if event["event"] == kind]

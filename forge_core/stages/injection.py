@@ -6,6 +6,7 @@ in an earlier attempt. The record also counts attempts, so that a drill can say 
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import logging
@@ -68,15 +69,17 @@ class Injection:
         return self._striking[fault] >= 0
 
     def _claim(self, fault: Fault) -> bool:
+        """Whether this strike is still to come; it is marked as done before it is."""
         assert self._carried is not None
         name = sha256_json(fault.model_dump())[:16]
         content = {"job": self._label, "at": datetime.now(UTC).isoformat(), "fault": fault.model_dump()}
-        try:
-            storage.create_exclusive(f"{self._carried.record}/faults/{name}.json", json.dumps(content).encode())
-        except FileExistsError:
-            return False
-        logger.warning("drill: %s at %s of %s", fault.action, fault.at, self._label)
-        return True
+        for strike in range(1 if _is_storage(fault) else fault.times):
+            marker = f"{self._carried.record}/faults/{name}-{strike}.json"
+            with contextlib.suppress(FileExistsError):
+                storage.create_exclusive(marker, json.dumps(content).encode())
+                logger.warning("drill: %s at %s of %s", fault.action, fault.at, self._label)
+                return True
+        return False
 
     def _strike(self, fault: Fault) -> None:
         match fault.action:

@@ -89,7 +89,9 @@ class DocumentAttention(VarlenAttention):
             q, k, v = (part.unflatten(0, index.shape).transpose(1, 2) for part in parts)  # [documents, N, longest, H]
             output = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=enable_gqa)
             outputs.append(output.transpose(1, 2).flatten(0, 1))  # [slots of the block, N, H]
-        stacked = torch.cat(outputs) if outputs else queries
+        # Rows of nothing but padding: keys and values stay in the graph, since the ranks of a sharded model reduce the
+        # gradients of all weights together, and one that had none for some of them would break the others.
+        stacked = torch.cat(outputs) if outputs else queries + keys.sum() + values.sum()
         return _Unstack.apply(stacked, layout, batch_size * row_tokens).unflatten(0, (batch_size, row_tokens))
 
 

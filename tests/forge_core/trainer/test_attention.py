@@ -47,11 +47,13 @@ def test_blocks_equal_one_document_at_a_time_in_value_and_gradient():
     assert not output[batch.sequence_ids < 0].any()
 
 
-def test_rows_of_padding_alone_attend_to_nothing():
+def test_rows_of_padding_alone_attend_to_nothing_and_have_a_gradient_of_zero():
     batch = pack([4], 8).for_rank(1, 2)
     layout = find_documents(batch.positions, batch.sequence_ids)
-    queries = torch.randn(1, 8, 2, 4, requires_grad=True)
-    output = DocumentAttention.Config().build()(queries, queries, queries, attention_masks=layout)
+    queries, keys, values = (torch.randn(1, 8, heads, 4, requires_grad=True) for heads in (4, 2, 2))
+    output = DocumentAttention.Config().build()(queries, keys, values, attention_masks=layout, enable_gqa=True)
     output.sum().backward()
     assert not output.any()
-    assert not queries.grad.any()
+    for tensor in (queries, keys, values):
+        assert tensor.grad is not None  # a rank without one would leave the others waiting for it
+        assert not tensor.grad.any()
