@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections import Counter
 from pathlib import Path
 from uuid import UUID
@@ -16,12 +15,12 @@ from prefect.client.schemas.filters import TaskRunFilter, TaskRunFilterFlowRunId
 from prefect.client.schemas.objects import FlowRun
 from transformers import AutoModelForCausalLM
 
-from deployments import object_stores, services
-from deployments.local_service import Service, wait_ready
+from deployments.local_service import Service
 from forge_core import artifacts, storage
 from forge_core.config import PostTrainConfig
 from forge_core.plan import Plan
 from forge_core.publication import Publication, published_uri
+from tests.flows.deployed import finished, start_run
 from tests.pipeline import policies, tiny_config
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -30,26 +29,9 @@ NUM_ITERATIONS = 2
 RUN_ID = "end-to-end"
 
 
-@pytest.fixture
-def worker(prefect_server: Service, mlflow_server: Service, seaweed_server: Service, tmp_path: Path):
-    """A worker with every deployment, whose flow runs find MLflow and S3 in their environment."""
-    services.deploy_all(prefect_server.url, tmp_path)
-    env = object_stores.s3_env(seaweed_server.url) | {"MLFLOW_TRACKING_URI": mlflow_server.url, "HF_HUB_OFFLINE": "1"}
-    with services.start_worker(services.POOL, tmp_path, prefect_server.url, env=env) as started:
-        wait_ready(started)
-        yield started
-
-
 def run_deployment(config: PostTrainConfig) -> FlowRun:
     """A finished run of post-train/quickstart with this config."""
-    with get_client(sync_client=True) as client:
-        deployment = client.read_deployment_by_name("post-train/quickstart")
-        parameters = {"config": config.model_dump(mode="json"), "run_id": RUN_ID}
-        run = client.create_flow_run_from_deployment(deployment.id, parameters=parameters)
-        while not (run.state and run.state.is_final()):
-            time.sleep(1)
-            run = client.read_flow_run(run.id)
-        return run
+    return finished(start_run(config, RUN_ID))
 
 
 def task_states(flow_run_id: UUID) -> Counter[str]:
