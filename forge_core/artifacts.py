@@ -67,6 +67,7 @@ class Manifest(Settings):
     software: dict[str, str]
     timings: dict[str, float] = Field(description="Seconds by phase")
     created_at: str
+    reused_from: Ref | None = Field(None, description="The artifact of another run that this one is a copy of")
 
     @property
     def ref(self) -> Ref:
@@ -150,7 +151,7 @@ def commit(
     did.
     """
     started = time.perf_counter()
-    attempt = f"{datetime.now(UTC):%Y%m%dT%H%M%S}-{secrets.token_hex(4)}"
+    attempt = new_attempt()
     files = tuple(_records(directory))
     for record in files:
         storage.upload(directory / record.path, f"{uri}/{attempt}/{record.path}")
@@ -170,26 +171,39 @@ def commit(
     )
     if on_uploaded:
         on_uploaded()
+    return commit_uploaded(manifest)
+
+
+def commit_uploaded(manifest: Manifest) -> Manifest:
+    """Commit files that lie at `manifest.files_uri`; returns the manifest that stands there in the end, as `commit`."""
     try:
         # Written last: readers trust a directory only once this object exists.
-        storage.create_exclusive(f"{uri}/manifest.json", manifest.model_dump_json(indent=1).encode())
+        storage.create_exclusive(f"{manifest.uri}/manifest.json", manifest.model_dump_json(indent=1).encode())
     except FileExistsError:
-        winner = read_manifest(uri)
+        winner = read_manifest(manifest.uri)
         assert winner is not None
-        if winner.attempt != attempt:
-            require_same_job(winner, job, job_digest)
-            logger.info("%s was committed by another writer first; adopting attempt %s", uri, winner.attempt)
+        if winner.attempt != manifest.attempt:
+            require_same_job(winner, manifest.job, manifest.job_digest)
+            logger.info("%s was committed by another writer first; adopting attempt %s", manifest.uri, winner.attempt)
         return winner
     return manifest
 
 
+def new_attempt() -> str:
+    """A fresh name for the prefix of one writer's files."""
+    return f"{datetime.now(UTC):%Y%m%dT%H%M%S}-{secrets.token_hex(4)}"
+
+
 def require_same_job(manifest: Manifest, job: dict[str, JsonValue], job_digest: str) -> None:
     """Raise ArtifactError naming the differing fields when a committed artifact was made by another job."""
+    # Imported here: differences are told in terms of jobs and manifests, which are built on this module.
+    from forge_core.differences import field_differences
+
     if manifest.job_digest == job_digest:
         return
-    fields = ", ".join(_differences(manifest.job, job)) or "the versions of the schema"
+    fields = ", ".join(map(str, field_differences(manifest.job, job)))
     raise ArtifactError(
-        f"{manifest.uri} was committed by a different job; differing: {fields}. "
+        f"{manifest.uri} was committed by a different job; differing: {fields or 'the versions of the software'}. "
         "Use a new run_id, or restore the settings this run was started with"
     )
 

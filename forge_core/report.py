@@ -99,7 +99,7 @@ def _outside(iterations: list[list[Manifest]]) -> tuple[float, float]:
         return 0.0, 0.0
     ends = [datetime.fromisoformat(update.created_at).timestamp() for _, _, update in iterations]
     work = sum(
-        manifest.timings[WORK_PHASE[str(manifest.job["stage"])]]
+        manifest.timings.get(WORK_PHASE[str(manifest.job["stage"])], 0.0)  # 0 for what was taken over from another run
         for iteration in iterations[1:]
         for manifest in iteration
     )

@@ -10,6 +10,7 @@ import hashlib
 import os
 import re
 import secrets
+import tempfile
 import time
 from pathlib import Path
 
@@ -155,6 +156,20 @@ def download(uri: str, local: Path) -> None:
     fs, path = filesystem(uri)
     local.parent.mkdir(parents=True, exist_ok=True)
     fs.get_file(path, str(local))
+
+
+def copy(source: str, uri: str) -> None:
+    """Copy one object to another URI; within one store the bytes do not come here."""
+    (source_fs, source_path), (fs, path) = filesystem(source), filesystem(uri)
+    if "file" in _protocols(fs):
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+    if source_fs is fs:
+        fs.cp_file(source_path, path)
+        return
+    with tempfile.TemporaryDirectory() as directory:
+        local = Path(directory) / "object"
+        download(source, local)
+        upload(local, uri)
 
 
 def sha256_file(path: Path) -> str:

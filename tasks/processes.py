@@ -14,6 +14,7 @@ from forge_core.artifacts import Manifest
 from forge_core.config import RunConfig
 from forge_core.faults import faults_for
 from forge_core.jobs import StageJob
+from forge_core.reuse import reuse
 from forge_core.stages.process import StageError, StageProcess
 from tasks.failures import FailureClass, failure_class, is_retried, stopped
 
@@ -35,11 +36,18 @@ class StageProcesses:
         self._halvings: Counter[str] = Counter()  # by role, for the rest of the run: what was too much once is again
 
     def run(self, job: StageJob) -> Manifest:
-        """Run a job in the process of its role; a process that does not stay warm ends with its job.
+        """The job's output: taken over from another run when `reuse_from` allows it, else made in a stage process.
 
         Raises StageError when it fails in a way that another attempt may cure, StageStoppedError when it may not: call
         again and the same job is given to a fresh process, with less in memory when memory was what it lacked.
         """
+        source = self._config.reuse_from
+        if source is not None and (reused := reuse(job, self._run_uri(job), source, self._logger)) is not None:
+            return reused
+        return self._make(job)
+
+    def _make(self, job: StageJob) -> Manifest:
+        """Run a job in the process of its role; a process that does not stay warm ends with its job."""
         process = self._warm.pop(job.role, None)
         if process is None or not process.is_alive:
             process = self._start(job.role)

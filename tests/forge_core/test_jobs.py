@@ -1,0 +1,123 @@
+"""What makes two jobs the same, and what does not."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from forge_core.artifacts import Ref
+from forge_core.config import FunctionConfig, PostTrainConfig, RewardConfig, TimeLimitsConfig, WarmthConfig
+from forge_core.faults import Fault, FaultPlan, faults_for
+from forge_core.jobs import StageJob
+from forge_core.plan import Plan
+from tests.pipeline import tiny_config
+
+POLICY = Ref(kind="policy", uri="file:///a/policies/v0001", digest="1" * 64)
+SCORED = Ref(kind="scored", uri="file:///a/scored/v0001", digest="2" * 64)
+ROLLOUTS = Ref(kind="rollouts", uri="file:///a/rollouts/v0001", digest="3" * 64)
+DATASET = Ref(kind="dataset", uri="file:///a/datasets/x", digest="4" * 64)
+
+
+def jobs(config: PostTrainConfig) -> dict[str, StageJob]:
+    """One job of each stage."""
+    plan = Plan(config, "run")
+    return {
+        "start": plan.start(),
+        "sft": plan.sft(POLICY, DATASET),
+        "rollout": plan.rollout(POLICY, DATASET, 0),
+        "score": plan.score(ROLLOUTS, 0),
+        "update": plan.update(POLICY, SCORED, 0),
+        "evaluate": plan.evaluate(POLICY, DATASET, config.evals[0]),
+    }
+
+
+def changed_stages(change: Callable[[PostTrainConfig], PostTrainConfig], root: Path) -> set[str]:
+    """Stages whose job is another one after the change."""
+    config = tiny_config(str(root))
+    before, after = jobs(config), jobs(change(config))
+    return {stage for stage in before if before[stage].digest() != after[stage].digest()}
+
+
+def grpo(**changes) -> Callable[[PostTrainConfig], PostTrainConfig]:
+    return lambda config: config.model_copy(update={"grpo": config.grpo.model_copy(update=changes)})
+
+
+def run(**changes) -> Callable[[PostTrainConfig], PostTrainConfig]:
+    return lambda config: config.model_copy(update=changes)
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (grpo(loss=FunctionConfig(fn="grpo", kwargs={"clip_low": 0.1})), {"update"}),
+        (grpo(rewards=(RewardConfig(fn="exact_number", weight=2.0),)), {"score"}),
+        (grpo(minibatches=1), {"update"}),
+        (grpo(group_size=8), {"rollout"}),
+        (run(seed=1), {"start", "sft", "rollout", "update", "evaluate"}),
+        # Where, how often, how long and how warm: nothing of that decides a result.
+        (grpo(checkpoint_every=1), set()),
+        (grpo(num_iterations=7), set()),
+        (run(root="s3://elsewhere"), set()),
+        (run(keep_warm=WarmthConfig(trainer=False, generator=False, scorer=False)), set()),
+        (run(time_limits=TimeLimitsConfig(update=1)), set()),
+        (run(name="another"), set()),
+        (run(reuse_from="s3://elsewhere/run"), set()),
+        (run(fault_plan=FaultPlan(faults=(Fault(job="update", action="kill"),))), set()),
+    ],
+)
+def test_a_setting_changes_the_jobs_that_it_decides_and_no_other(change, expected: set[str], tmp_path: Path):
+    assert changed_stages(change, tmp_path) == expected
+
+
+def test_what_a_job_carries_for_one_attempt_is_not_part_of_it(tmp_path: Path):
+    job = jobs(tiny_config(str(tmp_path)))["update"]
+    plan = FaultPlan(faults=(Fault(job="update", action="kill"),))
+    carried = job.model_copy(update={"memory_halvings": 2, "injected": faults_for(job.label, "file:///run", plan)})
+    assert carried.digest() == job.digest()
+
+
+def test_an_input_counts_by_its_digest_and_not_by_where_it_lies(tmp_path: Path):
+    plan = Plan(tiny_config(str(tmp_path)), "run")
+    moved = POLICY.model_copy(update={"uri": "s3://elsewhere/policies/v0009"})
+    other = POLICY.model_copy(update={"digest": "9" * 64})
+    assert plan.update(moved, SCORED, 0).digest() == plan.update(POLICY, SCORED, 0).digest()
+    assert plan.update(other, SCORED, 0).digest() != plan.update(POLICY, SCORED, 0).digest()
+
+
+@pytest.mark.parametrize(
+    ("package", "expected"),
+    [
+        ("torch", {"start", "sft", "rollout", "score", "update", "evaluate"}),
+        ("torchtitan", {"sft", "update"}),
+        ("vllm", {"rollout", "evaluate"}),
+    ],
+)
+def test_another_version_of_an_engine_makes_another_job(
+    package: str, expected: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    version = importlib.metadata.version
+
+    def upgraded(name: str) -> str:
+        return "999.0" if name in (package, f"{package}-cpu") else version(name)
+
+    def upgrade(config: PostTrainConfig) -> PostTrainConfig:
+        monkeypatch.setattr(importlib.metadata, "version", upgraded)
+        return config
+
+    config = tiny_config(str(tmp_path))
+    before = {stage: job.digest() for stage, job in jobs(config).items()}
+    after = {stage: job.digest() for stage, job in jobs(upgrade(config)).items()}
+    assert {stage for stage in before if before[stage] != after[stage]} == expected
+
+
+def test_the_source_of_a_users_reward_is_part_of_its_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.syspath_prepend(str(tmp_path))
+    reward = RewardConfig(fn="a_users_rewards:shout")
+    digests = set()
+    for text in ("completion.isupper()", "completion.islower()", "completion.islower()"):
+        (tmp_path / "a_users_rewards.py").write_text(f"def shout(completion, example):\n    return float({text})\n")
+        digests.add(jobs(grpo(rewards=(reward,))(tiny_config(str(tmp_path))))["score"].digest())
+    assert len(digests) == 2
