@@ -1,5 +1,6 @@
 # `make demo` and `make test` set up .venv on the first call; later calls go straight to work.
 SEED ?= 0
+CONFIG ?= deployments/configs/drill.yaml
 PYTHON ?= python3.11
 RUN := .venv/bin/python
 export PYTHON
@@ -16,7 +17,7 @@ demo: setup
 	@$(RUN) -m deployments.demo --seed $(SEED)
 
 drill: setup
-	@$(RUN) -m deployments.drill
+	@$(RUN) -m deployments.drill $(CONFIG)
 
 smollm2: setup $(SMOLLM2)
 	@$(RUN) -m flows.post_train deployments/configs/smollm2_arithmetic.yaml --seed $(SEED)

@@ -17,6 +17,8 @@ from pathlib import Path
 import fsspec
 from fsspec.spec import AbstractFileSystem
 
+from forge_core.faults import struck
+
 _CREATE_CONFLICT_ATTEMPTS = 8
 
 
@@ -58,6 +60,7 @@ def local_path(uri: str) -> Path | None:
 
 def read_bytes(uri: str) -> bytes:
     """The content of an object; raises FileNotFoundError when it does not exist."""
+    struck("read", uri)
     fs, path = filesystem(uri)
     content = fs.cat_file(path)
     assert isinstance(content, bytes)
@@ -92,6 +95,7 @@ def write_atomic(uri: str, data: bytes) -> None:
 
 def create_exclusive(uri: str, data: bytes) -> None:
     """Write an object that must not exist yet; raises FileExistsError when it does. One of many writers wins."""
+    struck("create", uri)
     fs, path = filesystem(uri)
     if "file" in _protocols(fs):
         pending = _write_pending(Path(path), data)
@@ -145,14 +149,20 @@ def require_exclusive_create(root: str, *, single_writer: bool = False) -> None:
 
 def upload(local: Path, uri: str) -> None:
     """Copy one local file to an object."""
+    outcome = struck("upload", uri)
+    if outcome == "lose":
+        return
     fs, path = filesystem(uri)
     if "file" in _protocols(fs):
         Path(path).parent.mkdir(parents=True, exist_ok=True)
     fs.put_file(str(local), path)
+    if outcome == "tear":
+        fs.pipe_file(path, local.read_bytes()[: local.stat().st_size // 2])
 
 
 def download(uri: str, local: Path) -> None:
     """Copy one object to a local file."""
+    struck("download", uri)
     fs, path = filesystem(uri)
     local.parent.mkdir(parents=True, exist_ok=True)
     fs.get_file(path, str(local))

@@ -29,6 +29,8 @@ def refuse(changes: dict, message: str) -> None:
         ({"grpo": {"sampling": {"temperature": 0}}}, "temperature is 0; .* use 1.0"),
         ({"grpo": {"prompts_per_iteration": 2, "minibatches": 4}}, "minibatches is 4, more than prompts_per_iteration"),
         ({"trainer": {"dtype": "float16"}}, r"trainer.dtype\s+Input should be 'auto', 'float32' or 'bfloat16'"),
+        ({"grpo": {"rewards": [{"fn": "exact_number", "timeout_seconds": 0}]}}, r"timeout_seconds\s+.* greater than 0"),
+        ({"evals": [{"reward_timeout_seconds": -1}]}, r"reward_timeout_seconds\s+Input should be greater than 0"),
         ({"grpo": {"rewards": []}}, r"grpo.rewards\s+Tuple should have at least 1 item"),
         ({"name": "My Policy"}, r"name\s+String should match pattern"),
     ],
@@ -63,7 +65,13 @@ def test_a_misspelt_field_in_a_file_names_the_file(tmp_path: Path):
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
 def test_every_shipped_config_loads_and_opens_with_its_command(path: Path):
-    models = {"sft": SftRunConfig, "grpo": GrpoRunConfig, "evaluate": RunConfig, "drill": DrillConfig}
+    models = {
+        "sft": SftRunConfig,
+        "grpo": GrpoRunConfig,
+        "evaluate": RunConfig,
+        "drill": DrillConfig,
+        "soak": DrillConfig,
+    }
     load_config(path, models.get(path.stem, PostTrainConfig))
     assert path.read_text().startswith(("# python -m ", "# prefect deployment run ", "# make "))
 
