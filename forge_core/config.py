@@ -27,6 +27,9 @@ class RewardConfig(FunctionConfig):
     """One reward function and its weight in the total."""
 
     weight: float = Field(1.0, description="Weight of this reward in the total reward")
+    timeout_seconds: float = Field(
+        10.0, gt=0, description="Seconds one call may take; after that its completion cannot be scored"
+    )
 
 
 class FreshPolicyConfig(Settings):
@@ -194,6 +197,9 @@ class EvalConfig(Settings):
     pass_k: int = Field(4, ge=1, description="k of pass@k; also the number of completions sampled per problem")
     temperature: float = Field(1.0, gt=0, description="Temperature of the pass@k samples; accuracy itself is greedy")
     reward: FunctionConfig = Field(FunctionConfig(fn="exact_number"), description="A completion is right at reward 1")
+    reward_timeout_seconds: float = Field(
+        10.0, gt=0, description="Seconds one call of the reward may take; after that its completion counts as wrong"
+    )
 
 
 class WarmthConfig(Settings):

@@ -5,17 +5,18 @@ from __future__ import annotations
 import json
 import math
 import statistics
+from collections.abc import Sequence
 
 from forge_core.artifacts import Manifest
 from forge_core.chat import encode_prompt
-from forge_core.config import SamplingConfig
-from forge_core.examples import read_examples
-from forge_core.functions import load_function
+from forge_core.config import RewardConfig, SamplingConfig
+from forge_core.examples import Example, read_examples
+from forge_core.generator import Completion
 from forge_core.jobs import EvaluateJob
-from forge_core.rollouts import RolloutTexts
+from forge_core.rewards.pool import RewardPool, RewardValues
 from forge_core.seeds import derive_seed
 from forge_core.stages.engine import engine_with
-from forge_core.stages.score import call_reward
+from forge_core.stages.score import reward_pool
 from forge_core.stages.workspace import Stopwatch, Workspace
 
 
@@ -31,6 +32,7 @@ def run(job: EvaluateJob, workspace: Workspace) -> Manifest:
             f"evals.{settings.name}.num_examples is {settings.num_examples}, but the dataset holds {len(examples)}; "
             "lower it"
         )
+    pool = _reward_pool(job, workspace)  # it imports the reward while the engine generates
     prompts = [encode_prompt(engine.tokenizer, example.prompt) for example in examples]
     seeds = [derive_seed("evaluate", job.seed, place) for place in range(len(examples))]
     greedy = SamplingConfig(max_tokens=settings.max_tokens, temperature=0.0)
@@ -38,32 +40,49 @@ def run(job: EvaluateJob, workspace: Workspace) -> Manifest:
     with watch("generate"):
         answers = engine.generator.generate(prompts, num_completions=1, sampling=greedy, seeds=seeds)
         samples = engine.generator.generate(prompts, num_completions=settings.pass_k, sampling=sampled, seeds=seeds)
-    fn = load_function(settings.reward, "reward")
+    groups = [(answer, *attempts) for [answer], attempts in zip(answers, samples, strict=True)]
+    with watch("score"):
+        rows, scored = judge(examples, groups, pool)
+    num_tokens = sum(len(one.token_ids) for group in groups for one in group)
+    with workspace.directory() as directory:
+        (directory / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        summary = describe(rows, scored, settings.name, settings.pass_k)
+        summary["tokens_per_second/evaluate"] = num_tokens / watch.seconds["generate"]
+        return workspace.commit(job, directory, summary=summary, timings=watch.seconds)
+
+
+def _reward_pool(job: EvaluateJob, workspace: Workspace) -> RewardPool:
+    reward, limit = job.evaluation.reward, job.evaluation.reward_timeout_seconds
+    config = RewardConfig(fn=reward.fn, kwargs=reward.kwargs, timeout_seconds=limit)
+    return reward_pool(workspace, (config,), {reward.fn: job.source_sha256})
+
+
+def judge(
+    examples: Sequence[Example], groups: Sequence[tuple[Completion, ...]], pool: RewardPool
+) -> tuple[list[dict], RewardValues]:
+    """A row for each problem, whose completions are the greedy answer and the samples; what has no score is wrong."""
+    completions = [(one.text, example) for example, group in zip(examples, groups, strict=True) for one in group]
+    scored = pool.score(completions)
+    rewards = iter(scored.values)
     rows = []
-    for example, [answer], attempts in zip(examples, answers, samples, strict=True):
-        texts = [RolloutTexts(example, attempt.text, attempt.finish_reason) for attempt in (answer, *attempts)]
-        is_right = [call_reward(fn, settings.reward, text) == 1.0 for text in texts]
+    for example, (answer, *attempts) in zip(examples, groups, strict=True):
+        is_right, *are_right = [next(rewards) == [1.0] for _ in (answer, *attempts)]
         rows.append(
             {
                 "id": example.id,
                 "answer": example.answer,
                 "completion": answer.text,
-                "is_right": is_right[0],
+                "is_right": is_right,
                 "finish_reason": answer.finish_reason,
                 "num_tokens": len(answer.token_ids),
-                "num_right_of_k": sum(is_right[1:]),
+                "num_right_of_k": sum(are_right),
             }
         )
-    num_tokens = sum(len(sample.token_ids) for group in (*answers, *samples) for sample in group)
-    with workspace.directory() as directory:
-        (directory / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        summary = describe(rows, settings.name, settings.pass_k)
-        summary["tokens_per_second/evaluate"] = num_tokens / watch.seconds["generate"]
-        return workspace.commit(job, directory, summary=summary, timings=watch.seconds)
+    return rows, scored
 
 
-def describe(rows: list[dict], name: str, k: int) -> dict[str, float]:
-    """Accuracy, pass@1 and pass@k under their tracking names."""
+def describe(rows: list[dict], scored: RewardValues, name: str, k: int) -> dict[str, float]:
+    """Accuracy, pass@1 and pass@k under their tracking names, and how many calls of the reward came to no end."""
     return {
         f"eval/{name}/accuracy": statistics.fmean(row["is_right"] for row in rows),
         f"eval/{name}/pass_at_1": statistics.fmean(pass_at_k(k, row["num_right_of_k"], 1) for row in rows),
@@ -71,6 +90,8 @@ def describe(rows: list[dict], name: str, k: int) -> dict[str, float]:
         f"eval/{name}/completion_length": statistics.fmean(row["num_tokens"] for row in rows),
         f"eval/{name}/truncated_fraction": statistics.fmean(row["finish_reason"] == "length" for row in rows),
         f"eval/{name}/num_examples": len(rows),
+        f"eval/{name}/timeouts": scored.num_timeouts,
+        f"eval/{name}/crashes": scored.num_crashes,
     }
 
 

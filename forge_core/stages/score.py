@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
 from forge_core.advantages import advantages_by_group
 from forge_core.artifacts import Manifest
-from forge_core.config import FunctionConfig, RewardConfig
-from forge_core.examples import Reward
+from forge_core.config import RewardConfig
 from forge_core.functions import load_function
 from forge_core.jobs import ScoreJob
-from forge_core.rollouts import Rollouts, RolloutTexts, Scores
+from forge_core.rewards.pool import RewardPool
+from forge_core.rollouts import Rollouts, Scores
 from forge_core.stages.workspace import Stopwatch, Workspace
 
 
@@ -23,7 +21,7 @@ def run(job: ScoreJob, workspace: Workspace) -> Manifest:
     _, rollouts_dir = workspace.fetch(job.rollouts)
     rollouts = Rollouts.load(rollouts_dir)
     with watch("score"):
-        rewards = score_rollouts(rollouts, job.rewards)
+        rewards, counts = score_rollouts(rollouts, reward_pool(workspace, job.rewards, job.source_sha256))
         weights = torch.tensor([reward.weight for reward in job.rewards])
         total = (rewards * weights).sum(dim=1)  # [N], NaN when any function could not score
         advantage = load_function(job.advantage, "advantage")
@@ -31,38 +29,37 @@ def run(job: ScoreJob, workspace: Workspace) -> Manifest:
     scores = Scores(rewards=rewards, total=total, advantages=advantages, keep=keep)
     with workspace.directory() as directory:
         scores.save(directory)
-        summary = describe(scores, rollouts.group_ids, job.rewards)
+        summary = describe(scores, rollouts.group_ids, job.rewards) | counts
         return workspace.commit(job, directory, summary=summary, timings=watch.seconds)
 
 
-def score_rollouts(rollouts: Rollouts, rewards: tuple[RewardConfig, ...]) -> Tensor:
-    """Rewards by function, [N, K]; NaN where a function returned None ("cannot be scored")."""
-    columns = [load_function(reward, "reward") for reward in rewards]
-    rows = [
-        [call_reward(fn, config, text) for fn, config in zip(columns, rewards, strict=True)] for text in rollouts.texts
-    ]
-    return torch.tensor(rows, dtype=torch.float32)
+def score_rollouts(rollouts: Rollouts, pool: RewardPool) -> tuple[Tensor, dict[str, float]]:
+    """Rewards by function, [N, K], NaN where a completion could not be scored; and how many calls came to no end."""
+    scored = pool.score([(text.completion, text.example) for text in rollouts.texts])
+    counts: dict[str, float] = {"reward/timeouts": scored.num_timeouts, "reward/crashes": scored.num_crashes}
+    return torch.tensor(scored.values, dtype=torch.float32), counts
 
 
-def call_reward(fn: Reward, config: FunctionConfig, text: RolloutTexts) -> float:
-    """One reward; NaN for None. Raises ValueError naming function and example when it raises or returns no number."""
-    remedy = "fix the function, or let it return None for a completion that cannot be scored"
-    try:
-        value = fn(text.completion, text.example)
-    except Exception as error:
-        raise ValueError(f"reward {config.fn} raised {error!r} on example {text.example.id}; {remedy}") from error
-    if value is None:
-        return math.nan
-    if not isinstance(value, int | float) or not math.isfinite(value):
-        raise ValueError(f"reward {config.fn} returned {value!r} for example {text.example.id}; {remedy}")
-    return float(value)
+def reward_pool(workspace: Workspace, rewards: tuple[RewardConfig, ...], sources: dict[str, str]) -> RewardPool:
+    """Worker processes for these functions: the warm ones if they hold the same sources, else new ones."""
+    held: tuple[object, RewardPool] | None = workspace.held.get("rewards")
+    if held is not None:
+        if held[0] == (rewards, sources):
+            return held[1]
+        held[1].close()
+    pool = RewardPool(rewards)
+    workspace.held["rewards"] = ((rewards, sources), pool)
+    return pool
 
 
 def describe(scores: Scores, group_ids: Tensor, rewards: tuple[RewardConfig, ...]) -> dict[str, float]:
     """Reward and advantage statistics under their tracking names."""
     valid = scores.total[~scores.total.isnan()]
     if len(valid) == 0:
-        raise ValueError("no completion could be scored: every reward function returned None; check the reward's input")
+        raise ValueError(
+            "no completion could be scored: for each one a reward function returned None, took too long or crashed; "
+            "check the reward's input"
+        )
     groups = group_ids.unique()
     num_informative = len(group_ids[scores.keep].unique())
     by_function = {

@@ -1,39 +1,129 @@
-"""Scoring: rewards that fail are errors with a name, rewards that abstain are counted."""
+"""Scoring: what is stored and counted, also when a reward hangs; and worker processes that stay warm between jobs."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
+from forge_core import artifacts
+from forge_core.artifacts import Ref
 from forge_core.config import FunctionConfig, RewardConfig
 from forge_core.examples import Example, Message
-from forge_core.rollouts import RolloutTexts, Scores
-from forge_core.stages.evaluate import pass_at_k
-from forge_core.stages.score import call_reward, describe
+from forge_core.generator import Completion
+from forge_core.jobs import ScoreJob
+from forge_core.rewards.pool import RewardPool
+from forge_core.rollouts import Rollouts, RolloutTexts, Scores
+from forge_core.stages import evaluate, score
+from forge_core.stages.evaluate import judge, pass_at_k
+from forge_core.stages.score import describe
+from forge_core.stages.workspace import Workspace
 
 EXAMPLE = Example(id="e7", messages=(Message(role="user", content="1+1="),), answer="2")
-TEXT = RolloutTexts(EXAMPLE, "2", "stop")
-CONFIG = FunctionConfig(fn="mine:reward")
+REWARDS = """
+import os
+
+def reward(completion, example):
+    "1 for the answer; the module's other words are misdeeds."
+    while completion == "loop": pass
+    if completion == "exit": os._exit(3)
+    return None if completion == "abstain" else float(completion == example.answer)
+"""
 
 
-def test_a_reward_that_raises_is_named_with_its_example():
-    def reward(completion, example):
-        raise KeyError("solution")
-
-    with pytest.raises(ValueError, match=r"mine:reward raised KeyError\('solution'\) on example e7"):
-        call_reward(reward, CONFIG, TEXT)
+@pytest.fixture(autouse=True)
+def user_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mine.py").write_text(REWARDS)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, "1"])
-def test_a_reward_that_is_not_a_finite_number_is_an_error(value):
-    with pytest.raises(ValueError, match=r"mine:reward returned .* for example e7; .*None"):
-        call_reward(lambda completion, example: value, CONFIG, TEXT)
+@pytest.fixture
+def workspace(tmp_path: Path) -> Iterator[Workspace]:
+    workspace = Workspace(tmp_path / "scratch")
+    workspace.scratch.mkdir()
+    yield workspace
+    if "rewards" in workspace.held:
+        workspace.held["rewards"][1].close()
 
 
-def test_a_reward_may_abstain():
-    assert math.isnan(call_reward(lambda completion, example: None, CONFIG, TEXT))
+@pytest.fixture
+def score_job(tmp_path: Path) -> Callable[..., ScoreJob]:
+    """Jobs that score these completions, two to a group."""
+
+    def _job(name: str, *completions: str, source: str = "1", timeout_seconds: float = 60.0) -> ScoreJob:
+        rewards = (RewardConfig(fn="mine:reward", timeout_seconds=timeout_seconds),)
+        return ScoreJob(
+            output=(tmp_path / name / "scored").as_uri(),
+            rollouts=_commit_rollouts(tmp_path / name, completions),
+            rewards=rewards,
+            advantage=FunctionConfig(fn="group_mean"),
+            source_sha256={"mine:reward": source},
+        )
+
+    return _job
+
+
+def _commit_rollouts(place: Path, completions: tuple[str, ...]) -> Ref:
+    directory, num_rows = place / "files", len(completions)
+    directory.mkdir(parents=True)
+    Rollouts(
+        token_ids=torch.zeros(2 * num_rows, dtype=torch.int64),
+        generator_logprobs=torch.zeros(2 * num_rows),
+        offsets=torch.arange(0, 2 * num_rows + 1, 2),
+        prompt_lengths=torch.ones(num_rows, dtype=torch.int64),
+        group_ids=torch.arange(num_rows) // 2,
+        texts=tuple(RolloutTexts(EXAMPLE, completion, "stop") for completion in completions),
+    ).save(directory)
+    nothing: dict = {"job": {}, "inputs": {}, "summary": {}, "software": {}, "timings": {}}
+    uri = (place / "rollouts").as_uri()
+    return artifacts.commit(directory, uri, kind="rollouts", job_digest="0", **nothing).ref
+
+
+def run(job: ScoreJob, workspace: Workspace) -> tuple[dict, Scores]:
+    """What a score job has committed: its summary and its scores."""
+    workspace.begin_job(job)
+    manifest = score.run(job, workspace)
+    _, directory = workspace.fetch(manifest.ref)
+    return manifest.summary, Scores.load(directory)
+
+
+def test_a_completion_whose_reward_hangs_is_left_out_and_counted(score_job, workspace):
+    job = score_job("a", "2", "3", "loop", "2", "exit", "abstain", timeout_seconds=2)
+    summary, scores = run(job, workspace)
+    assert scores.rewards.nan_to_num(-1).tolist() == [[1], [0], [-1], [1], [-1], [-1]]
+    assert scores.keep.tolist() == [True, True, False, False, False, False]  # no second score in their groups
+    # The first group: its rewards minus their mean, 1/2.
+    assert scores.advantages.tolist() == [0.5, -0.5, 0, 0, 0, 0]
+    assert (summary["reward/timeouts"], summary["reward/crashes"], summary["reward/unscored"]) == (1, 1, 3)
+    assert summary["reward/mean"] == pytest.approx(2 / 3)
+
+
+def test_workers_stay_warm_between_jobs_until_the_source_of_a_reward_changes(score_job, workspace, tmp_path: Path):
+    def pids_after(job: ScoreJob) -> list[int]:
+        assert run(job, workspace)[1].rewards.tolist() == [[1.0], [0.0]]
+        return workspace.held["rewards"][1].pids
+
+    first = pids_after(score_job("a", "2", "3"))
+    assert pids_after(score_job("b", "2", "5")) == first
+    (tmp_path / "mine.py").write_text(REWARDS.replace("== example.answer", "!= example.answer"))
+    assert pids_after(score_job("c", "3", "2", source="2")) != first
+
+
+def test_an_evaluation_counts_a_completion_whose_reward_hangs_as_wrong():
+    groups = [
+        tuple(Completion((1, 2), (0.0, 0.0), "stop", text) for text in texts)
+        for texts in (("2", "2", "loop"), ("loop", "2", "3"))
+    ]
+    pool = RewardPool([RewardConfig(fn="mine:reward", timeout_seconds=2)], num_workers=1)
+    judged, scored = judge([EXAMPLE, EXAMPLE], groups, pool)
+    pool.close()
+    assert [(row["is_right"], row["num_right_of_k"]) for row in judged] == [(True, 1), (False, 1)]
+    summary = evaluate.describe(judged, scored, "heldout", 2)
+    assert (summary["eval/heldout/accuracy"], summary["eval/heldout/timeouts"]) == (0.5, 2)
+    assert (summary["eval/heldout/pass_at_1"], summary["eval/heldout/crashes"]) == (0.5, 0)
 
 
 def test_unscored_and_uniform_are_counted():
