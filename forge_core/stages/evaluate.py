@@ -43,6 +43,7 @@ def run(job: EvaluateJob, workspace: Workspace) -> Manifest:
     groups = [(answer, *attempts) for [answer], attempts in zip(answers, samples, strict=True)]
     with watch("score"):
         rows, scored = judge(examples, groups, pool)
+    workspace.injection.reach("work")
     num_tokens = sum(len(one.token_ids) for group in groups for one in group)
     with workspace.directory() as directory:
         (directory / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -26,6 +26,7 @@ def run(job: ScoreJob, workspace: Workspace) -> Manifest:
         total = (rewards * weights).sum(dim=1)  # [N], NaN when any function could not score
         advantage = load_function(job.advantage, "advantage")
         advantages, keep = advantages_by_group(total, rollouts.group_ids, advantage)
+    workspace.injection.reach("work")
     scores = Scores(rewards=rewards, total=total, advantages=advantages, keep=keep)
     with workspace.directory() as directory:
         scores.save(directory)
