@@ -1,0 +1,146 @@
+"""Many manifests at once: found by URI, read in parallel, and never trusted to be there."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+
+from forge_core import storage
+from forge_core.artifacts import ArtifactError, Manifest, Ref, read_manifest
+from forge_core.publication import Publication
+
+NUM_THREADS = 16  # reading is waiting for the store
+DIRECTORIES = ("policies", "rollouts", "scored", "datasets", "evals", "train_states")
+NOT_RUNS = ("published", "holds")
+
+_PLACE = re.compile(rf"(?P<run>.+)/(?P<name>(?:{'|'.join(DIRECTORIES)})/.+)")
+_VERSION = re.compile(r"(?P<run>.+)/(?:policies|rollouts|scored)/v(?P<version>\d{4,})")
+
+
+class ManifestReader:
+    """Manifests by reference, each read once."""
+
+    def __init__(self) -> None:
+        self._found: dict[str, Manifest | ArtifactError | None] = {}
+
+    def read(self, uris: Iterable[str]) -> None:
+        """Read these manifests in parallel, unless they have been read already."""
+        missing = list(dict.fromkeys(uri for uri in uris if uri not in self._found))
+        with ThreadPoolExecutor(NUM_THREADS) as pool:
+            self._found |= zip(missing, pool.map(_read, missing), strict=True)
+
+    def read_ahead(self, refs: Iterable[Ref]) -> None:
+        """Read the manifests of these references, and of what they were probably made from.
+
+        Versions count up within a run. The guess hides the latency of walking a long run link by link; nothing else
+        depends on it.
+        """
+        uris = [ref.uri for ref in refs if ref.uri not in self._found]
+        self.read([*uris, *(earlier for uri in uris for earlier in _earlier_versions(uri))])
+
+    def get(self, uri: str) -> Manifest | ArtifactError | None:
+        """The manifest that stands at a URI; None when there is none, the error when it cannot be read."""
+        self.read([uri])
+        return self._found[uri]
+
+    def resolve(self, ref: Ref) -> Manifest | str:
+        """The manifest behind a reference, or what is wrong with it."""
+        match self.get(ref.uri):
+            case None:
+                return f"missing, was digest {ref.digest}"
+            case ArtifactError() as error:
+                return f"damaged, was digest {ref.digest}: {str(error).splitlines()[0]}"
+            case Manifest(digest=digest) if digest != ref.digest:
+                return f"replaced by digest {digest}, was digest {ref.digest}"
+            case manifest:
+                return manifest
+
+
+def find(uri: str) -> Ref:
+    """The artifact that a URI stands for: itself, the policy of a published name, or the newest policy of a run."""
+    uri = storage.absolute_uri(uri)
+    if (manifest := read_manifest(uri)) is not None:
+        return manifest.ref
+    if storage.exists(f"{uri}/current.json"):
+        return Publication.model_validate_json(storage.read_bytes(f"{uri}/current.json")).policy
+    for name in reversed(storage.list_names(f"{uri}/policies")):
+        if (manifest := read_manifest(f"{uri}/policies/{name}")) is not None:
+            return manifest.ref
+    raise ArtifactError(
+        f"{uri} is no artifact, no published name and no run with a policy; give {{root}}/{{run_id}}, "
+        "{root}/{run_id}/policies/v0003 or {root}/published/{name}"
+    )
+
+
+def read_file(manifest: Manifest, name: str) -> bytes:
+    """The content of one file of an artifact; raises ArtifactError when it is not what the manifest promises."""
+    uri = f"{manifest.files_uri}/{name}"
+    promised = [record.sha256 for record in manifest.files if record.path == name]
+    try:
+        content = storage.read_bytes(uri)
+    except FileNotFoundError as error:
+        raise ArtifactError(f"{uri} is missing") from error
+    if promised != [hashlib.sha256(content).hexdigest()]:
+        raise ArtifactError(f"{uri} does not have the SHA-256 its manifest promises; the object is damaged")
+    return content
+
+
+def run_of(uri: str) -> str:
+    """Prefix of the run that an artifact lies in."""
+    place = _PLACE.fullmatch(uri)
+    return place["run"] if place else uri.rpartition("/")[0]
+
+
+def root_of(uri: str) -> str:
+    """Root of the run that an artifact lies in."""
+    return run_of(uri).rpartition("/")[0]
+
+
+def short_name(uri: str, place: str = "") -> str:
+    """An artifact's URI as people say it: relative to `place` when it lies there, whole otherwise."""
+    return uri.removeprefix(f"{place}/") if place else uri.removeprefix(f"{run_of(uri)}/")
+
+
+def artifact_uris(place: str) -> list[str]:
+    """URIs of all artifacts, committed or not, of a run or of all runs under a root; sorted by run and kind."""
+    with ThreadPoolExecutor(NUM_THREADS) as pool:
+        kinds = _children(pool, _runs(storage.absolute_uri(place)), DIRECTORIES)
+        found = _children(pool, kinds)
+        evals = _children(pool, [uri for uri in found if run_of(uri) + "/evals" == uri.rpartition("/")[0]])
+    return [uri for uri in found if uri.rpartition("/")[0].rpartition("/")[2] != "evals"] + evals
+
+
+def _runs(place: str) -> list[str]:
+    names = storage.list_names(place)
+    if set(names) & set(DIRECTORIES):
+        return [place]
+    return [f"{place}/{name}" for name in names if name not in NOT_RUNS and not name.startswith(".")]
+
+
+def _children(pool: ThreadPoolExecutor, uris: list[str], wanted: tuple[str, ...] = ()) -> list[str]:
+    names = pool.map(storage.list_names, uris)
+    return [
+        f"{uri}/{name}"
+        for uri, names in zip(uris, names, strict=True)
+        for name in names
+        if name in (wanted or names) and not name.startswith(".")
+    ]
+
+
+def _read(uri: str) -> Manifest | ArtifactError | None:
+    try:
+        return read_manifest(uri)
+    except ArtifactError as error:
+        return error
+
+
+def _earlier_versions(uri: str) -> list[str]:
+    place = _VERSION.fullmatch(uri)
+    if place is None:
+        return []
+    versions = range(int(place["version"]), -1, -1)
+    return [
+        f"{place['run']}/{kind}/v{version:04d}" for version in versions for kind in ("policies", "scored", "rollouts")
+    ]
