@@ -190,12 +190,10 @@ class _Worker:
 
     def take(self, calls: list[tuple[int, int]], rows: Sequence[tuple[str, Example]]) -> None:
         """Give it these calls, each a row and the index of a function."""
-        texts = []
-        for row, column in calls:
-            completion, example = rows[row]
-            texts.append(f"[{column},{json.dumps(completion)},{example.model_dump_json()}]")
         self.calls.extend(calls)
-        self._send(f"[{','.join(texts)}]")
+        texts = json.dumps([[column, rows[row][0]] for row, column in calls])
+        examples = ",".join(rows[row][1].model_dump_json() for row, _ in calls)
+        self._send(f"{texts}\n[{examples}]")
 
     def receive(self, values: list[list[float]]) -> bool:
         """Note the answers that have arrived in `values`; False when there is nobody to send any."""

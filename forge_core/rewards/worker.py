@@ -3,8 +3,10 @@
     python -m forge_core.rewards.worker FD
 
 FD is one end of a socket pair that carries JSON, one value a line. The owner first sends the functions, answered by
-{"ready": true} once they are imported, then lists of calls [function index, completion, example]. Every call gets its
-answer as soon as it has one: {"value": number or null} or {"error": message}. Imports no torch, so that it starts fast.
+{"ready": true} once they are imported, then batches of two lines: calls [[function index, completion], ...] and their
+examples. Every call gets its answer as soon as it has one: {"value": number or null} or {"error": message}.
+
+Imports no torch, so that it starts fast.
 """
 
 from __future__ import annotations
@@ -20,10 +22,13 @@ import socket
 import sys
 from collections.abc import Iterator
 
+from pydantic import TypeAdapter
+
 from forge_core.config import FunctionConfig
 from forge_core.examples import Example, Reward
 from forge_core.functions import load_function
 
+_EXAMPLES = TypeAdapter(list[Example])
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _REMEDY = "fix the function, or let it return None for a completion that cannot be scored"
 
@@ -52,10 +57,10 @@ def answers(requests: Iterator[bytes]) -> Iterator[dict]:
             yield {"error": f"reward {config.fn} cannot be imported: {error!r}; fix its module"}
             return
     yield {"ready": True}
-    for request in requests:
-        for index, completion, example in json.loads(request):
+    for calls, examples in zip(requests, requests, strict=False):
+        for (index, completion), example in zip(json.loads(calls), _EXAMPLES.validate_json(examples), strict=True):
             try:
-                value = call_reward(functions[index], configs[index].fn, completion, Example.model_validate(example))
+                value = call_reward(functions[index], configs[index].fn, completion, example)
             except ValueError as error:
                 yield {"error": str(error)}
                 return
@@ -64,8 +69,8 @@ def answers(requests: Iterator[bytes]) -> Iterator[dict]:
 
 def main() -> None:
     """Serve the owner at the other end of the channel until it closes."""
-    # A closed channel is noticed between two calls only; a function that never returns must not outlive the owner. Linux
-    # sends this when the thread that started the process ends.
+    # A closed channel is noticed between two calls only; a function that never returns must not outlive the owner.
+    # Linux sends this signal when the thread that started this process ends.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     channel = socket.socket(fileno=int(sys.argv[1]))
     channel.set_inheritable(False)  # else a process that a reward leaves behind would hold it open

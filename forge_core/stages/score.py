@@ -18,10 +18,11 @@ from forge_core.stages.workspace import Stopwatch, Workspace
 def run(job: ScoreJob, workspace: Workspace) -> Manifest:
     """Score every completion with every reward function."""
     watch = Stopwatch()
+    pool = reward_pool(workspace, job.rewards, job.source_sha256)  # a new one imports while the rollouts are fetched
     _, rollouts_dir = workspace.fetch(job.rollouts)
     rollouts = Rollouts.load(rollouts_dir)
     with watch("score"):
-        rewards, counts = score_rollouts(rollouts, reward_pool(workspace, job.rewards, job.source_sha256))
+        rewards, counts = score_rollouts(rollouts, pool)
         weights = torch.tensor([reward.weight for reward in job.rewards])
         total = (rewards * weights).sum(dim=1)  # [N], NaN when any function could not score
         advantage = load_function(job.advantage, "advantage")
