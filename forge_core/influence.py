@@ -11,12 +11,12 @@ from pydantic import Field
 from safetensors.numpy import load
 
 from forge_core import storage
-from forge_core.artifacts import ArtifactError, Kind, Manifest, Ref, resolve
+from forge_core.artifacts import ArtifactError, Manifest, Ref
+from forge_core.config import SftConfig
 from forge_core.examples import take
-from forge_core.jobs import SftJob
-from forge_core.lineage_graph import descendants, scan, users_of
+from forge_core.lineage_graph import Scan, scan
 from forge_core.lineage_text import ranges
-from forge_core.manifests import NUM_THREADS, read_file, short_name
+from forge_core.manifests import NUM_THREADS, file_reader, short_name
 from forge_core.settings import Settings
 
 Found = TypeVar("Found")
@@ -62,41 +62,24 @@ class ExampleInfluence(Settings):
 def influence_of_example(place: str, example_id: str) -> ExampleInfluence:
     """What an example did in a run ({root}/{run_id}) or in all runs under a root, and in what those were made from."""
     place = storage.absolute_uri(place)
-    nodes, problems = scan(place)
-    problems += [f"{short_name(node.uri, place)} is {node.problem}" for node in nodes.values() if node.problem]
-    users = users_of(nodes)
-    refs = {digest: Ref(kind=node.kind, uri=node.uri, digest=digest) for digest, node in nodes.items()}
-
-    def made_by(*stages: str) -> list[Ref]:
-        return [refs[digest] for digest, node in nodes.items() if node.stage in stages and node.kind != "train_state"]
-
-    places = _read_all(_places_in_rollouts, made_by("rollout"), example_id, problems)
-    scorings = [ref for digest in places for ref in _users(refs, users, digest, "scored")]
-    keeps = _read_all(_keep, scorings, example_id, problems)
-    rollouts: list[RolloutUse] = []
-    for digest, rows in places.items():
-        of_set = {"rollouts": refs[digest], "num_completions": len(rows)}
-        scored_sets = _users(refs, users, digest, "scored")
-        for scored in scored_sets:
-            num_kept = sum(keeps[scored.digest][row] for row in rows) if scored.digest in keeps else None
-            updates = tuple(_users(refs, users, scored.digest, "policy"))
-            rollouts.append(RolloutUse(**of_set, scored=scored, num_kept=num_kept, updates=updates))
-        if not scored_sets:
-            rollouts.append(RolloutUse(**of_set, scored=None, num_kept=0, updates=()))
-    times = _read_all(_times_in_sft, made_by("sft"), example_id, problems)
-    sft = [
-        SftUse(policy=refs[digest], dataset=nodes[digest].inputs["dataset"], num_times=count)
-        for digest, count in times.items()
+    stored = scan(place)
+    problems = [
+        *stored.problems,
+        *(f"{short_name(node.uri, place)} is {node.problem}" for node in stored.nodes.values() if node.problem),
     ]
+    sft = _sft_uses(stored, example_id, problems)
+    rollouts = _rollout_uses(stored, example_id, problems)
     origins = {use.policy.digest for use in sft}
     origins |= {policy.digest for use in rollouts if use.is_trained_on for policy in use.updates}
-    reached = origins | descendants(users, origins)
+    reached = origins | stored.descendants(origins)
     return ExampleInfluence(
         example_id=example_id,
         place=place,
         sft=tuple(sft),
         rollouts=tuple(rollouts),
-        influenced=tuple(ref for digest, ref in refs.items() if digest in reached and ref.kind == "policy"),
+        influenced=tuple(
+            node.ref(digest) for digest, node in stored.nodes.items() if digest in reached and node.kind == "policy"
+        ),
         problems=tuple(problems),
     )
 
@@ -126,45 +109,76 @@ def as_text(found: ExampleInfluence) -> str:
     return "\n".join([*lines, *(f"! {problem}" for problem in found.problems)]) + "\n"
 
 
-def _users(refs: dict[str, Ref], users: dict[str, list[str]], digest: str, kind: Kind) -> list[Ref]:
-    return [refs[user] for user in users.get(digest, []) if refs[user].kind == kind]
+def _rollout_uses(stored: Scan, example_id: str, problems: list[str]) -> list[RolloutUse]:
+    sets = [node.ref(digest) for digest, node in stored.nodes.items() if node.kind == "rollouts"]
+
+    def rows_with_example(content: bytes) -> list[int]:
+        rows = content.splitlines()
+        return [index for index, row in enumerate(rows) if json.loads(row)["example"]["id"] == example_id]
+
+    rows = _look_into(stored, sets, "rollouts.jsonl", rows_with_example, problems)
+    scored = [ref for digest in rows for ref in stored.users.get(digest, []) if ref.kind == "scored"]
+    keeps = _look_into(stored, scored, "scores.safetensors", lambda content: load(content)["keep"].tolist(), problems)
+    uses = []
+    for rollouts in [ref for ref in sets if rows.get(ref.digest)]:
+        scorings = [ref for ref in stored.users.get(rollouts.digest, []) if ref.kind == "scored"]
+        for scoring in scorings or [None]:
+            keep = keeps.get(scoring.digest) if scoring else []
+            users = stored.users.get(scoring.digest, []) if scoring else []
+            uses.append(
+                RolloutUse(
+                    rollouts=rollouts,
+                    scored=scoring,
+                    num_completions=len(rows[rollouts.digest]),
+                    num_kept=None if keep is None else sum(keep[index] for index in rows[rollouts.digest] if keep),
+                    updates=tuple(ref for ref in users if ref.kind == "policy"),
+                )
+            )
+    return uses
 
 
-def _read_all(
-    read: Callable[[Manifest, str], Found], refs: list[Ref], example_id: str, problems: list[str]
+def _sft_uses(stored: Scan, example_id: str, problems: list[str]) -> list[SftUse]:
+    """SFT takes the first steps x batch_size places of the dataset's stream, so what it saw is known exactly."""
+    tuned = {digest: node for digest, node in stored.nodes.items() if node.stage == "sft"}
+    datasets = list({node.inputs["dataset"].digest: node.inputs["dataset"] for node in tuned.values()}.values())
+
+    def ids_of(content: bytes) -> list[str]:
+        return [json.loads(row)["id"] for row in content.splitlines()]
+
+    ids = _look_into(stored, datasets, "examples.jsonl", ids_of, problems)
+    uses = []
+    for digest, node in tuned.items():
+        dataset = node.inputs["dataset"]
+        found = ids.get(dataset.digest, [])
+        if example_id not in found:
+            continue
+        count = int(node.summary["sft/steps"]) * SftConfig.model_validate(node.settings["sft"]).batch_size
+        assert node.seed is not None
+        taken = take(len(found), start=0, count=count, seed=node.seed, digest=dataset.digest)
+        if num_times := sum(found[index] == example_id for index in taken):
+            uses.append(SftUse(policy=node.ref(digest), dataset=dataset, num_times=num_times))
+    return uses
+
+
+def _look_into(
+    stored: Scan, refs: list[Ref], file: str, look: Callable[[bytes], Found], problems: list[str]
 ) -> dict[str, Found]:
-    """What `read` finds about the example in each of these artifacts, by digest, where it finds anything."""
+    """What `look` finds in a file of each of these artifacts, by digest; those that cannot be read become problems."""
+    manifests = [stored.reader.resolve(ref) for ref in refs]
+    intact = [manifest for manifest in manifests if isinstance(manifest, Manifest)]
+    readers = [file_reader(manifest, file) for manifest in intact]
 
-    def read_one(ref: Ref) -> Found | ArtifactError:
+    def read(reader: Callable[[], bytes]) -> Found | ArtifactError:
         try:
-            return read(resolve(ref), example_id)
+            return look(reader())
         except ArtifactError as error:
             return error
 
     found: dict[str, Found] = {}
     with ThreadPoolExecutor(NUM_THREADS) as pool:
-        for ref, result in zip(refs, pool.map(read_one, refs), strict=True):
+        for manifest, result in zip(intact, pool.map(read, readers), strict=True):
             if isinstance(result, ArtifactError):
                 problems.append(str(result))
-            elif result:
-                found[ref.digest] = result
+            else:
+                found[manifest.digest] = result
     return found
-
-
-def _places_in_rollouts(rollouts: Manifest, example_id: str) -> list[int]:
-    rows = read_file(rollouts, "rollouts.jsonl").splitlines()
-    return [place for place, row in enumerate(rows) if json.loads(row)["example"]["id"] == example_id]
-
-
-def _keep(scored: Manifest, _example_id: str) -> list[bool]:
-    return load(read_file(scored, "scores.safetensors"))["keep"].tolist()
-
-
-def _times_in_sft(policy: Manifest, example_id: str) -> int:
-    """How often the example was in a batch: SFT takes the first steps x batch_size places of the dataset's stream."""
-    job = SftJob.model_validate(policy.job)
-    rows = read_file(resolve(job.dataset), "examples.jsonl").splitlines()
-    count = int(policy.summary["sft/steps"]) * job.sft.batch_size
-    taken = take(len(rows), start=0, count=count, seed=job.seed, digest=job.dataset.digest) if count else []
-    ids = [json.loads(row)["id"] for row in rows]
-    return sum(ids[index] == example_id for index in taken)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+import functools
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 from pydantic import Field, JsonValue
 
+from forge_core import storage
 from forge_core.artifacts import ArtifactError, Kind, Manifest, Ref
 from forge_core.jobs import StageJob
 from forge_core.manifests import ManifestReader, artifact_uris, short_name
@@ -32,6 +35,9 @@ class Node(Settings):
     copies: tuple[str, ...] = Field((), description="Other URIs at which the same digest stands")
     problem: str | None = Field(None, description="Why nothing more is known: the manifest is missing, damaged, other")
 
+    def ref(self, digest: str) -> Ref:
+        return Ref(kind=self.kind, uri=self.uri, digest=digest)
+
 
 class Lineage(Settings):
     """The artifacts that one was made from, nearest first, or those that were made from it; itself first."""
@@ -48,28 +54,57 @@ def upstream(ref: Ref) -> Lineage:
 
 def downstream(root: str, ref: Ref) -> Lineage:
     """Everything in a run, or in all runs under a root, that was made from an artifact, directly or through others."""
-    nodes, problems = scan(root)
-    names = {digest: short_name(node.uri, root) for digest, node in nodes.items()}
-    users = users_of(nodes)
-    found = descendants(users, [ref.digest])
+    root = storage.absolute_uri(root)
+    stored = scan(root)
+    nodes, problems = stored.nodes, list(stored.problems)
+    found = stored.descendants([ref.digest])
     for digest, node in nodes.items():
         if node.problem is None or digest == ref.digest:
             continue
-        depend = descendants(users, [digest])
-        if unknown := [names[other] for other in nodes if other in depend and other not in found]:
+        depend = stored.descendants([digest])
+        unknown = [short_name(nodes[other].uri, root) for other in nodes if other in depend and other not in found]
+        if unknown:
             problems.append(
-                f"{names[digest]} is {node.problem}; made from it, and so perhaps from this one: "
+                f"{short_name(node.uri, root)} is {node.problem}; made from it, and so perhaps from this one: "
                 f"{', '.join(unknown[:3])}{f' and {len(unknown) - 3} more' if len(unknown) > 3 else ''}"
             )
-    itself = nodes.get(ref.digest) or next(iter(_walk([ref], ManifestReader(), {}).values()))
+    itself = nodes.get(ref.digest) or _walk([ref], ManifestReader(), {})[ref.digest]
     chosen = {ref.digest: itself} | {digest: nodes[digest] for digest in nodes if digest in found}
     return Lineage(artifact=ref, nodes=chosen, problems=tuple(problems))
 
 
-def scan(place: str) -> tuple[dict[str, Node], list[str]]:
-    """All artifacts of a run or root, with what they were made from elsewhere; and what could not be read."""
-    reader, nodes, problems = ManifestReader(), {}, []
-    uncommitted: list[str] = []
+@dataclass(frozen=True)
+class Scan:
+    """All artifacts of a run or root with what they were made from elsewhere, and what could not be read."""
+
+    nodes: dict[str, Node]  # by digest
+    reader: ManifestReader
+    problems: list[str]
+
+    @functools.cached_property
+    def users(self) -> dict[str, list[Ref]]:
+        """What was made directly from each digest."""
+        found: dict[str, list[Ref]] = {}
+        for digest, node in self.nodes.items():
+            for ref in node.inputs.values():
+                found.setdefault(ref.digest, []).append(node.ref(digest))
+        return found
+
+    def descendants(self, origins: Iterable[str]) -> set[str]:
+        """Digests of what was made from these, directly or through others; an origin only if made from another one."""
+        found: set[str] = set()
+        waiting = list(origins)
+        while waiting:
+            following = [user.digest for user in self.users.get(waiting.pop(), []) if user.digest not in found]
+            found.update(following)
+            waiting += following
+        return found
+
+
+def scan(place: str) -> Scan:
+    """Read all manifests of a run, or of all runs under a root."""
+    reader, nodes, problems, uncommitted = ManifestReader(), {}, [], []
+    place = storage.absolute_uri(place)
     uris = artifact_uris(place)
     reader.read(uris)
     for uri in uris:
@@ -77,7 +112,7 @@ def scan(place: str) -> tuple[dict[str, Node], list[str]]:
             case None:
                 uncommitted.append(short_name(uri, place))
             case ArtifactError() as error:
-                problems.append(f"{short_name(uri, place)} is damaged: {str(error).splitlines()[0]}")
+                problems.append(f"{short_name(uri, place)} is damaged: {error}")
             case manifest:
                 _add(nodes, manifest)
     if uncommitted:
@@ -86,27 +121,7 @@ def scan(place: str) -> tuple[dict[str, Node], list[str]]:
             f"{' ...' if len(uncommitted) > 3 else ''}"
         )
     elsewhere = [ref for node in nodes.values() for ref in node.inputs.values() if ref.digest not in nodes]
-    return _walk(elsewhere, reader, nodes), problems
-
-
-def users_of(nodes: dict[str, Node]) -> dict[str, list[str]]:
-    """Digests of the nodes made directly from each digest."""
-    users: dict[str, list[str]] = {}
-    for digest, node in nodes.items():
-        for ref in node.inputs.values():
-            users.setdefault(ref.digest, []).append(digest)
-    return users
-
-
-def descendants(users: dict[str, list[str]], origins: Collection[str]) -> set[str]:
-    """Digests of what was made from these, directly or through others; an origin only if made from another one."""
-    found: set[str] = set()
-    waiting = list(origins)
-    while waiting:
-        following = [user for user in users.get(waiting.pop(), []) if user not in found]
-        found.update(following)
-        waiting += following
-    return found
+    return Scan(_walk(elsewhere, reader, nodes), reader, problems)
 
 
 def _walk(refs: Iterable[Ref], reader: ManifestReader, nodes: dict[str, Node]) -> dict[str, Node]:

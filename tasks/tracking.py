@@ -19,9 +19,12 @@ from datetime import datetime
 from pathlib import Path
 
 from forge_core.artifacts import Manifest, Ref, resolve
+from forge_core.lineage import as_tree, upstream
+from forge_core.lineage_text import flatten
 from forge_core.plan import Plan
 from forge_core.publication import Publication
 from forge_core.samples import sample_completions
+from tasks.lineage_tracking import dataset_input, manifest_tags, model_tags
 from tasks.processes import Log
 
 MAX_PARAM_CHARS = 6000
@@ -36,6 +39,7 @@ class Tracker:
         self._flow_run_id = flow_run_id
         self._logger = logger
         self._stage_runs: dict[str, str] = {}
+        self._inputs: set[tuple[str, str]] = set()  # (run, digest) of the datasets logged
         self._work: queue.Queue[Callable[[], None] | None] = queue.Queue()
         self._num_lost = 0
         self._thread = threading.Thread(target=self._drain, name="mlflow", daemon=True)
@@ -110,10 +114,19 @@ class Tracker:
             f"time/{stage}_{phase}_seconds": value for phase, value in manifest.timings.items() if phase != stage
         }
         stage_run = self._stage_run(manifest, stage)
-        for run_id in (self._run_id, stage_run):
-            self._log_metrics(run_id, metrics, step, manifest)
+        self._log_metrics(self._run_id, metrics, step, manifest, {})
+        self._log_metrics(stage_run, metrics, step, manifest, manifest_tags(manifest))
         name = manifest.uri.removeprefix(self._plan.run_uri).strip("/").replace("/", "-")
-        self._client.log_dict(stage_run, manifest.model_dump(mode="json"), f"manifests/{name}.json")
+        self._client.log_dict(stage_run, manifest.model_dump(mode="json"), f"manifests/step{step:04d}-{name}.json")
+        datasets = [ref for ref in manifest.inputs.values() if ref.kind == "dataset"]
+        self._log_inputs(self._run_id, datasets)
+        self._log_inputs(stage_run, [*datasets, *(ref for ref in manifest.inputs.values() if ref.kind == "rollouts")])
+
+    def _log_inputs(self, run_id: str, refs: list[Ref]) -> None:
+        new = [ref for ref in refs if (run_id, ref.digest) not in self._inputs]
+        if new:
+            self._client.log_inputs(run_id, [dataset_input(ref) for ref in new])
+            self._inputs.update((run_id, ref.digest) for ref in new)
 
     def _stage_run(self, manifest: Manifest, stage: str) -> str:
         if stage not in self._stage_runs:
@@ -157,7 +170,10 @@ class Tracker:
                 raise
         versions = self._client.search_model_versions(f"name = '{name}'")
         found = [version for version in versions if version.tags.get("forge.digest") == published.policy.digest]
-        tags = {"forge.digest": published.policy.digest, "forge.uri": published.policy.uri}
+        lineage = upstream(published.policy)
+        self._client.log_text(self._run_id, lineage.model_dump_json(indent=1), "lineage.json")
+        self._client.log_text(self._run_id, as_tree(lineage), "lineage.txt")
+        tags = model_tags(published, lineage, self._plan.config)
         # A tracking server refuses file:// sources outside its own artifacts; local:// is fsspec's other name for them.
         source = published.hf_uri.replace("file://", "local://", 1)
         version = found[0] if found else self._client.create_model_version(name, source, self._run_id, tags=tags)
@@ -177,14 +193,16 @@ class Tracker:
         for begin in range(0, len(entries), PARAMS_PER_BATCH):
             self._client.log_batch(run_id, params=entries[begin : begin + PARAMS_PER_BATCH])
 
-    def _log_metrics(self, run_id: str, metrics: dict[str, float | int], step: int, manifest: Manifest) -> None:
-        from mlflow.entities import Metric
+    def _log_metrics(
+        self, run_id: str, metrics: dict[str, float | int], step: int, manifest: Manifest, tags: dict[str, str]
+    ) -> None:
+        from mlflow.entities import Metric, RunTag
 
         timestamp = round(datetime.fromisoformat(manifest.created_at).timestamp() * 1000)
         entries = [
             Metric(name, float(value), timestamp, step) for name, value in metrics.items() if math.isfinite(value)
         ]
-        self._client.log_batch(run_id, metrics=entries)
+        self._client.log_batch(run_id, metrics=entries, tags=[RunTag(name, value) for name, value in tags.items()])
 
     def _end(self, status: str) -> None:
         for run_id in (*self._stage_runs.values(), self._run_id):
@@ -220,16 +238,3 @@ def local_home() -> Path:
     home = Path(".forge").absolute()
     home.mkdir(exist_ok=True)
     return home
-
-
-def flatten(value: object, prefix: str = "") -> dict[str, str]:
-    """Nested settings as dotted names, {"grpo.group_size": "8", ...}."""
-    if isinstance(value, dict) and value:
-        items = [(str(key), item) for key, item in value.items()]
-    elif isinstance(value, list | tuple) and value:
-        items = [(str(index), item) for index, item in enumerate(value)]
-    else:
-        return {prefix: "" if value is None else str(value)}
-    return {
-        name: text for key, item in items for name, text in flatten(item, f"{prefix}.{key}" if prefix else key).items()
-    }
