@@ -2,6 +2,7 @@
 
     {uri}/manifest.json      the commit record, created last and only once
     {uri}/{attempt}/...      the files of the attempt that won
+    {uri}/pruned.json        retention has taken the files; the manifest stays, for lineage and resume
 
 A writer uploads under a fresh attempt prefix and then creates the manifest. Readers go through the manifest and check
 the SHA-256 of every file they use, so an artifact is either complete or absent.
@@ -109,27 +110,49 @@ def resolve(ref: Ref) -> Manifest:
     return manifest
 
 
+def require_unpruned(uri: str) -> None:
+    """Raise ArtifactError when retention has taken the files of an artifact, or is about to."""
+    if storage.exists(f"{uri}/pruned.json"):
+        raise ArtifactError(
+            f"retention pruned the files of {uri}; its manifest is all that is left. Make it again by replaying the "
+            "run, and raise retention.keep_last to keep more versions"
+        )
+
+
 def fetch(ref: Ref, scratch: Path) -> tuple[Manifest, Path]:
     """The manifest and a local directory with the artifact's files, every one checked against its SHA-256.
 
-    A local store is read in place; anything else is downloaded once per scratch directory.
+    A local store is read in place; anything else is downloaded once per scratch directory. Raises ArtifactError when
+    the files were pruned, also while they were being read.
     """
     manifest = resolve(ref)
+    cached = scratch / "artifacts" / ref.digest
+    if storage.local_path(manifest.files_uri) is None and cached.exists():
+        return manifest, cached
+    require_unpruned(ref.uri)
+    try:
+        return manifest, _fetch_files(manifest, cached)
+    except (ArtifactError, FileNotFoundError) as error:
+        require_unpruned(ref.uri)
+        if isinstance(error, FileNotFoundError):
+            raise ArtifactError(f"{manifest.files_uri} lacks a file that its manifest promises: {error}") from error
+        raise
+
+
+def _fetch_files(manifest: Manifest, cached: Path) -> Path:
     local = storage.local_path(manifest.files_uri)
     if local is not None:
         _verify(manifest, local)
-        return manifest, local
-    cached = scratch / "artifacts" / ref.digest
-    if not cached.exists():
-        partial = cached.with_name(f"{ref.digest}.{secrets.token_hex(4)}")
-        for record in manifest.files:
-            storage.download(f"{manifest.files_uri}/{record.path}", partial / record.path)
-        _verify(manifest, partial)
-        try:
-            partial.rename(cached)
-        except OSError:  # another process on this machine fetched the same digest first
-            shutil.rmtree(partial)
-    return manifest, cached
+        return local
+    partial = cached.with_name(f"{manifest.digest}.{secrets.token_hex(4)}")
+    for record in manifest.files:
+        storage.download(f"{manifest.files_uri}/{record.path}", partial / record.path)
+    _verify(manifest, partial)
+    try:
+        partial.rename(cached)
+    except OSError:  # another process on this machine fetched the same digest first
+        shutil.rmtree(partial)
+    return cached
 
 
 def commit(

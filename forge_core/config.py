@@ -222,6 +222,27 @@ class TimeLimitsConfig(Settings):
     evaluate: float = Field(4 * 3600, gt=0, description="Seconds of one evaluation")
 
 
+class RetentionConfig(Settings):
+    """Which policies and train states keep their files; forge_core/retention.py says which ones always do."""
+
+    keep_last: int = Field(0, ge=0, description="Newest policy versions that keep their files; 0 prunes nothing")
+    keep_every: int = Field(0, ge=0, description="Also keep versions that are a multiple of this; 0 adds none")
+    best_metric: str | None = Field(
+        None,
+        pattern=r"^eval/[a-z0-9_-]+/[a-z0-9_]+$",
+        description="Also keep the version with the highest value of this metric, e.g. eval/heldout/accuracy",
+    )
+
+    @model_validator(mode="after")
+    def _prunes_at_all(self) -> RetentionConfig:
+        if self.keep_last == 0 and (self.keep_every or self.best_metric):
+            raise ValueError(
+                f"keep_every is {self.keep_every} and best_metric is {self.best_metric}, but keep_last is 0, which "
+                "prunes nothing; set keep_last to 1 or more, or leave the others out"
+            )
+        return self
+
+
 class RunConfig(Settings):
     """What every run has, whichever stages it goes through."""
 
@@ -238,6 +259,7 @@ class RunConfig(Settings):
         None,
         description="A run ({root}/{run_id}) or a root whose artifacts are taken over where the same job made them",
     )
+    retention: RetentionConfig = Field(default_factory=RetentionConfig, description="Which files are deleted in time")
     fault_plan: FaultPlan | None = Field(None, description="Faults to inject on purpose; set by flows/drill.py")
     single_writer: bool = Field(
         False, description="Accept a store that ignores create-only writes, because nothing else writes to it"
