@@ -97,7 +97,7 @@ def _compare(a: Manifest, b: Manifest, reader: ManifestReader) -> tuple[list[str
             continue
         for side, ref, found in (("there", a.inputs[name], there), ("here", b.inputs[name], here)):
             if isinstance(found, str):
-                reasons.append(f" because its {name}, {short_name(ref.uri)}, is {side} {found}")
+                reasons.append(f" because its {name} {short_name(ref.uri)} ({side}) is {found}")
     if not reasons and not differing:
         reasons.append(f" because their jobs were digested differently ({a.job_digest} there, {b.job_digest} here)")
     return reasons, differing

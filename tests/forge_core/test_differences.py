@@ -123,8 +123,8 @@ def test_an_input_that_is_gone_is_named_and_not_passed_over(tmp_path: Path):
     assert path is not None
     path.unlink()
     assert explain(manifest(first, "policies/v0002"), manifest(second, "policies/v0002")) == [
-        "policies/v0002 differs because scored/v0001 differs because rollouts/v0001 differs because its policy, "
-        f"policies/v0001, is here missing, was digest {gone.digest} (and so do 1 more)"
+        "policies/v0002 differs because scored/v0001 differs because rollouts/v0001 differs because its policy "
+        f"policies/v0001 (here) is missing, was digest {gone.digest} (and so do 1 more)"
     ]
 
 
