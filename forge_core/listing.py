@@ -8,6 +8,7 @@ import shutil
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
+from typing import cast
 
 from forge_core import storage
 
@@ -29,10 +30,9 @@ def list_objects(uri: str) -> list[StoredObject]:
     fs, prefix = storage.filesystem(uri)
     fs.invalidate_cache()
     try:
-        entries = fs.find(prefix, detail=True)
+        entries = cast(dict[str, dict], fs.find(prefix, detail=True))
     except FileNotFoundError:
         return []
-    assert isinstance(entries, dict)
     below = prefix.rstrip("/") + "/"
     found = [
         StoredObject(name.removeprefix(below), entry["size"], _modified(entry))
