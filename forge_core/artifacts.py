@@ -110,9 +110,14 @@ def resolve(ref: Ref) -> Manifest:
     return manifest
 
 
+def is_pruned(uri: str) -> bool:
+    """Whether retention has taken the files of an artifact, or is about to."""
+    return storage.exists(f"{uri}/pruned.json")
+
+
 def require_unpruned(uri: str) -> None:
-    """Raise ArtifactError when retention has taken the files of an artifact, or is about to."""
-    if storage.exists(f"{uri}/pruned.json"):
+    """Raise ArtifactError when an artifact is pruned."""
+    if is_pruned(uri):
         raise ArtifactError(
             f"retention pruned the files of {uri}; its manifest is all that is left. Make it again by replaying the "
             "run, and raise retention.keep_last to keep more versions"

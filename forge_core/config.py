@@ -225,7 +225,7 @@ class TimeLimitsConfig(Settings):
 class RetentionConfig(Settings):
     """Which policies and train states keep their files; forge_core/retention.py says which ones always do."""
 
-    keep_last: int = Field(0, ge=0, description="Newest policy versions that keep their files; 0 prunes nothing")
+    keep_last: int = Field(0, ge=0, description="Newest policies to keep, with two train states; 0 prunes nothing")
     keep_every: int = Field(0, ge=0, description="Also keep versions that are a multiple of this; 0 adds none")
     best_metric: str | None = Field(
         None,
