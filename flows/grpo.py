@@ -36,6 +36,8 @@ def improve(run: Run, policy: Ref) -> Ref:
         scored = stages.score(run.plan.score(rollouts, iteration))
         policy = stages.update(run.plan.update(policy, scored, iteration))
         report_iteration(run, iteration, rollouts, scored, policy)
+        if run.plan.config.retention.keep_last:
+            stages.prune(run.plan.run_uri, run.plan.config.retention)
         history.append(scored)
     run.tracker.record_completions(history)
     return policy

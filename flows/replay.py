@@ -12,7 +12,7 @@ from prefect import flow
 from prefect.artifacts import create_table_artifact
 
 from forge_core.again import ReplayConfig, redo_job, updates_of, version_of
-from forge_core.artifacts import ArtifactError, resolve
+from forge_core.artifacts import ArtifactError, Ref, resolve
 from forge_core.config import RunConfig, WarmthConfig
 from forge_core.jobs import UpdateJob
 from tasks import stages
@@ -36,8 +36,12 @@ def replay(config: ReplayConfig) -> list[dict[str, str | bool]]:
             keep_warm=WarmthConfig(generator=False, scorer=False),
         )
         with open_run(settings, None) as run:
+            remade: dict[str, Ref] = {}  # by digest: retention may have taken the files of the published ones
             for manifest in published:
-                again = resolve(stages.update(redo_job(manifest, run.plan.run_uri)))
+                job = redo_job(manifest, run.plan.run_uri)
+                job = job.model_copy(update={"policy": remade.get(job.policy.digest, job.policy)})
+                again = resolve(stages.update(job))
+                remade[again.digest] = again.ref
                 is_equal = again.digest == manifest.digest
                 rows.append({"policy": version_of(manifest), "digest": manifest.digest, "is equal": is_equal})
                 run.logger.info(

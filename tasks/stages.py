@@ -13,8 +13,9 @@ from prefect.client.schemas.objects import State, TaskRun
 from prefect.context import TaskRunContext
 from prefect.tasks import Task
 
-from forge_core import publication
+from forge_core import publication, retention
 from forge_core.artifacts import Ref
+from forge_core.config import RetentionConfig
 from forge_core.jobs import DatasetJob, EvaluateJob, RolloutJob, ScoreJob, SftJob, StageJob, StartJob, UpdateJob
 from forge_core.stages.workspace import committed
 from tasks.failures import RETRIES, failure_class
@@ -115,6 +116,12 @@ def evaluate(job: EvaluateJob) -> Ref:
 def publish(root: str, name: str, policy: Ref, run_id: str, metrics: dict[str, float | int]) -> publication.Publication:
     """Point the published name at a policy version."""
     return publication.publish(root, name, policy, run_id=run_id, metrics=metrics)
+
+
+@task(cache_policy=NO_CACHE, task_run_name="prune")
+def prune(run_uri: str, settings: RetentionConfig) -> None:
+    """Delete the files of policies and train states that the settings do not keep."""
+    retention.prune(run_uri, settings)
 
 
 def _run(job: StageJob) -> Ref:
