@@ -24,11 +24,12 @@ from typing import Literal
 from pydantic import Field, JsonValue, ValidationError
 
 from forge_core import storage
-from forge_core.config import Settings
+from forge_core.settings import Settings
 
 logger = logging.getLogger(__name__)
 
 SCHEMA_VERSION = 1
+UPLOAD_ATTEMPTS = 3
 Kind = Literal["dataset", "policy", "train_state", "rollouts", "scored", "eval"]
 
 
@@ -182,7 +183,7 @@ def commit(
     attempt = new_attempt()
     files = tuple(_records(directory))
     for record in files:
-        storage.upload(directory / record.path, f"{uri}/{attempt}/{record.path}")
+        _upload(directory / record.path, f"{uri}/{attempt}/{record.path}", record.num_bytes)
     manifest = Manifest(
         kind=kind,
         uri=uri,
@@ -236,12 +237,19 @@ def require_same_job(manifest: Manifest, job: dict[str, JsonValue], job_digest: 
     )
 
 
-def _differences(left: JsonValue, right: JsonValue, path: str = "") -> Iterable[str]:
-    if isinstance(left, dict) and isinstance(right, dict):
-        for key in sorted(left.keys() | right.keys()):
-            yield from _differences(left.get(key), right.get(key), f"{path}.{key}" if path else key)
-    elif left != right and not path.endswith("uri"):
-        yield f"{path} ({left!r} there, {right!r} here)"
+def _upload(local: Path, uri: str, num_bytes: int) -> None:
+    """Upload one file and ask the store for its size: a store may take half an upload, or none, and say that it has it.
+
+    Raises ArtifactError when it still has another size after some attempts.
+    """
+    stored = None
+    for _ in range(UPLOAD_ATTEMPTS):
+        storage.upload(local, uri)
+        stored = storage.size(uri)
+        if stored == num_bytes:
+            return
+        logger.warning("%s has %s bytes after an upload of %d, uploading again", uri, stored, num_bytes)
+    raise ArtifactError(f"{uri} has {stored} bytes after {UPLOAD_ATTEMPTS} uploads of {num_bytes}; check the store")
 
 
 def _records(directory: Path) -> Iterable[FileRecord]:

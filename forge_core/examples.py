@@ -10,8 +10,8 @@ from typing import Literal
 
 from pydantic import Field, JsonValue, ValidationError
 
-from forge_core.config import Settings
 from forge_core.seeds import derive_seed
+from forge_core.settings import Settings
 
 
 class Message(Settings):

@@ -6,7 +6,8 @@ from datetime import UTC, datetime
 
 from forge_core import storage
 from forge_core.artifacts import Ref, resolve
-from forge_core.config import Settings
+from forge_core.holds import hold
+from forge_core.settings import Settings
 
 
 class Publication(Settings):
@@ -31,7 +32,9 @@ def publish(root: str, name: str, policy: Ref, *, run_id: str, metrics: dict[str
         metrics=metrics,
         published_at=datetime.now(UTC).isoformat(),
     )
-    storage.write_atomic(published_uri(root, name) + "/current.json", publication.model_dump_json(indent=1).encode())
+    content = publication.model_dump_json(indent=1).encode()
+    with hold(root, policy, f"publication as {name}"):  # until the pointer itself keeps it from being pruned
+        storage.write_atomic(published_uri(root, name) + "/current.json", content)
     return publication
 
 

@@ -8,8 +8,8 @@ from datetime import datetime
 from pydantic import Field
 
 from forge_core.artifacts import Manifest, read_manifest
-from forge_core.config import Settings
 from forge_core.plan import Plan
+from forge_core.settings import Settings
 
 # The phase of each stage that is the work itself; loading, exporting and uploading are not.
 WORK_PHASE = {

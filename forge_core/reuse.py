@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 
 from forge_core import artifacts, storage
 from forge_core.artifacts import Manifest, read_manifest
-from forge_core.artifacts import _differences
+from forge_core.differences import job_differences
 from forge_core.jobs import StageJob
 from forge_core.runs import is_run
 
@@ -32,11 +32,14 @@ def reuse(job: StageJob, run_uri: str, source: str, log: Log) -> Manifest | None
         candidate = read_manifest(f"{other}/{name}")
         if candidate is None:
             continue
-        if candidate.job_digest == job.digest():
+        if artifacts.is_pruned(candidate.uri):
+            log.info("%s is not taken over from %s: retention pruned its files", job.label, candidate.uri)
+        elif candidate.job_digest == job.digest():
             log.info("%s is taken over from %s: the same job made it", job.label, candidate.uri)
             return _copy(candidate, job)
-        reasons = list(_differences(candidate.job, job.as_json()))
-        log.info("%s is not taken over from %s: %s", job.label, candidate.uri, "; ".join(reasons))
+        else:
+            reasons = job_differences(candidate, job.as_json(), job.software)
+            log.info("%s is not taken over from %s: %s", job.label, candidate.uri, "; ".join(reasons))
     return None
 
 

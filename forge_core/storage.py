@@ -6,24 +6,23 @@ environment (AWS_ACCESS_KEY_ID, AWS_ENDPOINT_URL_S3, ...), never from a URI.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import re
 import secrets
 import tempfile
-import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 import fsspec
 from fsspec.spec import AbstractFileSystem
 
 from forge_core.faults import struck
+from forge_core.storage_errors import persist, server_code
 
-_CREATE_CONFLICT_ATTEMPTS = 8
-
-
-class StorageUnavailableError(OSError):
-    """The store did not answer, or not with success, for longer than is waited for."""
+T = TypeVar("T")
 
 
 def absolute_uri(uri: str | Path) -> str:
@@ -60,64 +59,78 @@ def local_path(uri: str) -> Path | None:
 
 def read_bytes(uri: str) -> bytes:
     """The content of an object; raises FileNotFoundError when it does not exist."""
-    struck("read", uri)
-    fs, path = filesystem(uri)
-    content = fs.cat_file(path)
-    assert isinstance(content, bytes)
-    return content
+
+    def read(fs: AbstractFileSystem, path: str) -> bytes:
+        struck("read", uri)
+        content = fs.cat_file(path)
+        assert isinstance(content, bytes)
+        return content
+
+    return _operate("read", uri, read)
 
 
 def exists(uri: str) -> bool:
     """Whether an object exists (asked of the object itself, not of a listing)."""
-    fs, path = filesystem(uri)
-    return fs.exists(path)
+    return _operate("read", uri, lambda fs, path: fs.exists(path))
+
+
+def size(uri: str) -> int | None:
+    """Bytes of an object (asked of the object itself), None when it does not exist."""
+
+    def measure(fs: AbstractFileSystem, path: str) -> int | None:
+        try:
+            return int(fs.info(path)["size"])
+        except FileNotFoundError:
+            return None
+
+    return _operate("read", uri, measure)
 
 
 def list_names(uri: str) -> list[str]:
     """Names directly under a prefix, sorted; empty when there is no such prefix."""
-    fs, path = filesystem(uri)
-    fs.invalidate_cache()
-    try:
-        return sorted(entry.rstrip("/").rsplit("/", 1)[-1] for entry in fs.ls(path, detail=False))
-    except FileNotFoundError:
-        return []
+
+    def names(fs: AbstractFileSystem, path: str) -> list[str]:
+        fs.invalidate_cache()
+        try:
+            return sorted(entry.rstrip("/").rsplit("/", 1)[-1] for entry in fs.ls(path, detail=False))
+        except FileNotFoundError:
+            return []
+
+    return _operate("list", uri, names)
 
 
 def write_atomic(uri: str, data: bytes) -> None:
     """Replace an object so that a reader sees the old content or the new, never a mixture."""
-    fs, path = filesystem(uri)
-    if "file" not in _protocols(fs):
-        fs.pipe_file(path, data)
-        return
-    pending = _write_pending(Path(path), data)
-    os.replace(pending, path)
+
+    def write(fs: AbstractFileSystem, path: str) -> None:
+        if "file" not in _protocols(fs):
+            fs.pipe_file(path, data)
+            return
+        pending = _write_pending(Path(path), data)
+        os.replace(pending, path)
+
+    _operate("write", uri, write)
 
 
 def create_exclusive(uri: str, data: bytes) -> None:
     """Write an object that must not exist yet; raises FileExistsError when it does. One of many writers wins."""
-    struck("create", uri)
-    fs, path = filesystem(uri)
-    if "file" in _protocols(fs):
-        pending = _write_pending(Path(path), data)
+    num_attempts = 0
+
+    def create(fs: AbstractFileSystem, path: str) -> None:
+        nonlocal num_attempts
+        num_attempts += 1
+        struck("create", uri)
         try:
-            # A hard link is atomic and fails when the name is taken; an exclusive open could leave half a file behind.
-            os.link(pending, path)
-        finally:
-            pending.unlink()
-        return
-    for attempt in range(_CREATE_CONFLICT_ATTEMPTS):
-        try:
-            fs.pipe_file(path, data, mode="create")
-            return
-        except FileExistsError:
-            raise
+            _create_once(fs, path, data)
         except OSError as error:
-            code = _s3_error_code(error)
-            if code == "PreconditionFailed":
-                raise FileExistsError(uri) from error
-            if code != "ConditionalRequestConflict" or attempt == _CREATE_CONFLICT_ATTEMPTS - 1:
+            is_taken = isinstance(error, FileExistsError) or server_code(error) == "PreconditionFailed"
+            if not is_taken:
                 raise
-            time.sleep(0.05 * 2**attempt)  # another writer is in the middle of its own create: ask again who won
+            # An earlier attempt whose answer was lost may have been the one that won.
+            if num_attempts == 1 or fs.cat_file(path) != data:
+                raise FileExistsError(uri) from error
+
+    _operate("create", uri, create)
 
 
 def require_exclusive_create(root: str, *, single_writer: bool = False) -> None:
@@ -149,32 +162,42 @@ def require_exclusive_create(root: str, *, single_writer: bool = False) -> None:
 
 def upload(local: Path, uri: str) -> None:
     """Copy one local file to an object."""
-    outcome = struck("upload", uri)
-    if outcome == "lose":
-        return
-    fs, path = filesystem(uri)
-    if "file" in _protocols(fs):
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-    fs.put_file(str(local), path)
-    if outcome == "tear":
-        fs.pipe_file(path, local.read_bytes()[: local.stat().st_size // 2])
+
+    def put(fs: AbstractFileSystem, path: str) -> None:
+        outcome = struck("upload", uri)
+        if outcome == "lose":
+            return
+        if "file" in _protocols(fs):
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
+        fs.put_file(str(local), path)
+        if outcome == "tear":
+            fs.pipe_file(path, local.read_bytes()[: local.stat().st_size // 2])
+
+    _operate("upload", uri, put)
 
 
 def download(uri: str, local: Path) -> None:
     """Copy one object to a local file."""
-    struck("download", uri)
-    fs, path = filesystem(uri)
-    local.parent.mkdir(parents=True, exist_ok=True)
-    fs.get_file(path, str(local))
+
+    def get(fs: AbstractFileSystem, path: str) -> None:
+        struck("download", uri)
+        local.parent.mkdir(parents=True, exist_ok=True)
+        fs.get_file(path, str(local))
+
+    _operate("download", uri, get)
 
 
 def copy(source: str, uri: str) -> None:
     """Copy one object to another URI; within one store the bytes do not come here."""
-    (source_fs, source_path), (fs, path) = filesystem(source), filesystem(uri)
-    if "file" in _protocols(fs):
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-    if source_fs is fs:
-        fs.cp_file(source_path, path)
+    source_fs, source_path = filesystem(source)
+    if source_fs is filesystem(uri)[0]:
+
+        def duplicate(fs: AbstractFileSystem, path: str) -> None:
+            if "file" in _protocols(fs):
+                Path(path).parent.mkdir(parents=True, exist_ok=True)
+            fs.cp_file(source_path, path)
+
+        _operate("copy", uri, duplicate)
         return
     with tempfile.TemporaryDirectory() as directory:
         local = Path(directory) / "object"
@@ -188,21 +211,45 @@ def sha256_file(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def _operate(operation: str, uri: str, call: Callable[[AbstractFileSystem, str], T]) -> T:
+    """The result of `call(filesystem, path)`, tried again while the store is unavailable."""
+    return persist(operation, uri, lambda: call(*filesystem(uri)), on_expired=lambda: _forget_credentials(uri))
+
+
+def _forget_credentials(uri: str) -> None:
+    """Let the next attempt read the credentials anew: s3fs keeps them as long as a filesystem object lives."""
+    fs, _ = filesystem(uri)
+    type(fs).clear_instance_cache()
+
+
+def _create_once(fs: AbstractFileSystem, path: str, data: bytes) -> None:
+    if "file" not in _protocols(fs):
+        fs.pipe_file(path, data, mode="create")
+        return
+    pending = _write_pending(Path(path), data)
+    try:
+        # A hard link is atomic and fails when the name is taken; an exclusive open could leave half a file behind.
+        os.link(pending, path)
+    finally:
+        pending.unlink()
+
+
 def _write_pending(path: Path, data: bytes) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     pending = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    with pending.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
+    try:
+        with pending.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        pending.unlink(missing_ok=True)
+        if error.errno == errno.ENOSPC:
+            remedy = "no space left on the device; free some, or set root to another place"
+            raise OSError(errno.ENOSPC, remedy, str(path)) from error
+        raise
     return pending
 
 
 def _protocols(fs: AbstractFileSystem) -> tuple[str, ...]:
     return (fs.protocol,) if isinstance(fs.protocol, str) else tuple(fs.protocol)
-
-
-def _s3_error_code(error: OSError) -> str | None:
-    # s3fs translates some 412 answers to OSError(EINVAL) and keeps the server's own answer only as the cause.
-    response = getattr(error.__cause__, "response", None) or {}
-    return response.get("Error", {}).get("Code")

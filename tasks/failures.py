@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from forge_core.stages.process import StageError
-from forge_core.storage import StorageUnavailableError
+from forge_core.storage_errors import StorageUnavailableError
 
 FailureClass = Literal["storage", "died", "timeout", "out_of_memory", "not_finite", "permanent"]
 

@@ -11,10 +11,11 @@ from prefect import runtime, task
 from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State, TaskRun
 from prefect.context import TaskRunContext
+from prefect.logging import get_run_logger
 from prefect.tasks import Task
 
 from forge_core import publication, retention
-from forge_core.artifacts import Ref
+from forge_core.artifacts import ArtifactError, Ref
 from forge_core.config import RetentionConfig
 from forge_core.jobs import DatasetJob, EvaluateJob, RolloutJob, ScoreJob, SftJob, StageJob, StartJob, UpdateJob
 from forge_core.stages.workspace import committed
@@ -120,8 +121,11 @@ def publish(root: str, name: str, policy: Ref, run_id: str, metrics: dict[str, f
 
 @task(cache_policy=NO_CACHE, task_run_name="prune")
 def prune(run_uri: str, settings: RetentionConfig) -> None:
-    """Delete the files of policies and train states that the settings do not keep."""
-    retention.prune(run_uri, settings)
+    """Delete the files of policies and train states that the settings do not keep; its failure costs only space."""
+    try:
+        retention.prune(run_uri, settings)
+    except (ArtifactError, OSError) as error:
+        get_run_logger().warning("nothing was pruned: %s", error)
 
 
 def _run(job: StageJob) -> Ref:

@@ -26,7 +26,7 @@ from pathlib import Path
 from forge_core.artifacts import Manifest
 from forge_core.jobs import Job, parse_job
 from forge_core.stages.workspace import Workspace, committed
-from forge_core.storage import StorageUnavailableError
+from forge_core.storage_errors import StorageUnavailableError
 
 logger = logging.getLogger("forge_core.stages")
 

@@ -96,7 +96,7 @@ def trainer_at(
         workspace.injection.record("replay", of=past.label)
         halvings = max(past.memory_halvings, job.memory_halvings)
         replay(trainer, past.model_copy(update={"memory_halvings": halvings}), workspace)
-    if to_replay:
+    if to_replay and not artifacts.is_pruned(job.policy.uri):
         _, hf_dir = workspace.fetch(job.policy)
         # Replay gives the same bits on the same hardware. The published weights are what rollouts were sampled from, so
         # they count wherever it does not.
@@ -127,7 +127,7 @@ def publish_policy(
     watch: Stopwatch,
 ) -> Manifest | None:
     """Export the trainer's weights and commit them as the job's output; the manifest on rank 0, None on other ranks."""
-    _, source_dir = workspace.fetch(source)
+    _, source_dir = workspace.fetch(_with_files(source))
     manifest = None
     with workspace.directory() as directory:
         with watch("export"):
@@ -165,6 +165,13 @@ def snapshot(job: UpdateJob, trainer: PolicyTrainer, workspace: Workspace) -> No
             timings={},
         )
         logger.info("committed snapshot %s", job.snapshot_output)
+
+
+def _with_files(policy: Ref) -> Ref:
+    """The policy, or the nearest one it was made from whose files retention has left: same shape, same tokenizer."""
+    while artifacts.is_pruned(policy.uri):
+        policy = UpdateJob.model_validate(artifacts.resolve(policy).job).policy
+    return policy
 
 
 def _readable_snapshot(policy: Ref, made_by: UpdateJob, workspace: Workspace) -> Path | None:

@@ -10,7 +10,9 @@ from forge_core import artifacts
 from forge_core.artifacts import Manifest, Ref
 from forge_core.batching import TrainSequence, pack_sequences
 from forge_core.functions import load_function
+from forge_core.holds import keep
 from forge_core.jobs import UpdateJob
+from forge_core.manifests import root_of
 from forge_core.rollouts import Rollouts, Scores
 from forge_core.stages import learner
 from forge_core.stages.workspace import Stopwatch, Workspace
@@ -30,6 +32,8 @@ def run(job: UpdateJob, workspace: Workspace) -> Manifest | None:
             summary = apply_update(trainer, job, workspace)
         except NonFiniteError as error:
             rollouts = artifacts.resolve(job.scored).inputs["rollouts"]
+            if workspace.rank == 0:  # for whoever looks into it: the update can be done again from here
+                keep(root_of(job.output), job.policy, f"the update {job.output} was not finite")
             raise NonFiniteError(f"{error}. Rollouts {rollouts.uri}, scored {job.scored.uri}") from error
     summary["tokens_per_second/update"] = summary["tokens/total"] / watch.seconds["update"]
     manifest = learner.publish_policy(job, job.policy, trainer, workspace, summary=summary, watch=watch)

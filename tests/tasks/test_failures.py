@@ -7,7 +7,7 @@ from prefect.states import Failed
 
 from forge_core.artifacts import ArtifactError
 from forge_core.stages.process import StageError
-from forge_core.storage import StorageUnavailableError
+from forge_core.storage_errors import StorageUnavailableError
 from tasks.failures import StageStoppedError, failure_class, is_retried, stopped
 from tasks.stages import may_be_cured
 
