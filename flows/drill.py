@@ -28,7 +28,7 @@ def drill(config: DrillConfig, run_id: str | None = None) -> DrillReport:
     seconds_undisturbed = time.monotonic() - started
     expected = drills.artifacts_of(config, f"{drill_id}-undisturbed")
 
-    kills = RandomKills(config.random_kills, config.seconds_between_kills, config.run.seed, logger)
+    kills = RandomKills(config.random_kills, config.seconds_to_kill, config.run.seed, logger)
     outcomes, started = [], time.monotonic()
     while not outcomes or kills.remaining:
         name = f"{drill_id}-disturbed-{len(outcomes)}"

@@ -30,7 +30,9 @@ class DrillConfig(Settings):
     random_kills: int = Field(
         0, ge=0, description="Kills of random processes at random moments, spread over as many runs as that takes"
     )
-    seconds_between_kills: float = Field(10.0, gt=0, description="Mean time between random kills, seconds")
+    seconds_to_kill: float = Field(
+        2.0, gt=0, description="Mean time from the moment a run has begun another stage to the next random kill"
+    )
     max_restarts: int = Field(20, ge=0, description="Restarts of a run's flow process before the drill gives up")
 
 

@@ -29,12 +29,17 @@ from tasks.processes import Log
 from tasks.tracking import tracking_uri
 
 END_GRACE_SECONDS = 5.0
+POLL_SECONDS = 0.2
 # The flow run of this process must not pass for that of its child.
 _OWN_FLOW_RUN = ("PREFECT__FLOW_RUN_ID", "PREFECT__FLOW_ENTRYPOINT")
 
 
 class RandomKills:
-    """Kills a random process of a run (the flow's or one of its stages') at random moments, `total` times in all."""
+    """Kills a random process of a run (the flow's or one of its stages'), `total` times in all.
+
+    Each kill falls at a random moment after the run has begun another stage: a run that is only starting its processes
+    has nothing to lose.
+    """
 
     def __init__(self, total: int, mean_seconds: float, seed: int, logger: Log) -> None:
         self.remaining = total
@@ -42,13 +47,16 @@ class RandomKills:
         self._mean_seconds, self._random, self._logger = mean_seconds, random.Random(seed), logger
 
     @contextmanager
-    def of(self, pid: int) -> Iterator[None]:
+    def of(self, pid: int, run_uri: str) -> Iterator[None]:
         """Kill processes of the run whose flow process this is, while the block runs."""
         ended = threading.Event()
 
         def kill() -> None:
-            while self.remaining and not ended.wait(self._random.uniform(0.1, 2 * self._mean_seconds - 0.1)):
-                self._kill_one(pid)
+            num_seen = num_events(run_uri)
+            while self.remaining and not ended.wait(POLL_SECONDS):
+                if num_events(run_uri) > num_seen and not ended.wait(self._random.uniform(0, 2 * self._mean_seconds)):
+                    self._kill_one(pid)
+                    num_seen = num_events(run_uri)
 
         thread = threading.Thread(target=kill, daemon=True)
         thread.start()
@@ -81,7 +89,11 @@ def run_to_the_end(
         command = [sys.executable, "-m", "flows.post_train", str(path), "--run-id", run_id]
         for restarts in range(max_restarts + 1):
             output = Path(directory) / f"{restarts}.log"
-            code = _run_once(command, output, kills)
+            with contextlib.ExitStack() as stack:
+                process = stack.enter_context(_flow_process(command, output))
+                if kills:
+                    stack.enter_context(kills.of(process.pid, Plan(config, run_id).run_uri))
+                code = process.wait()
             if code == 0:
                 return restarts
             words = " | ".join(output.read_text(errors="replace").strip().splitlines()[-3:])
@@ -101,18 +113,24 @@ def mark_crashed(run_id: str) -> None:
                 client.set_flow_run_state(flow_run.id, Crashed(message="killed by a drill"), force=True)
 
 
-def _run_once(command: list[str], output: Path, kills: RandomKills | None) -> int:
+@contextmanager
+def _flow_process(command: list[str], output: Path) -> Iterator[subprocess.Popen]:
+    """A flow process that has ended when the block has."""
     env = {name: value for name, value in os.environ.items() if name not in _OWN_FLOW_RUN}
     with output.open("wb") as log:
         process = subprocess.Popen(
             command, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
         )
         try:
-            with kills.of(process.pid) if kills else contextlib.nullcontext():
-                return process.wait()
-        except BaseException:
-            _end(process)
-            raise
+            yield process
+        finally:
+            if process.poll() is None:
+                _end(process)
+
+
+def num_events(run_uri: str) -> int:
+    """How many attempts and replays a run under a fault plan has recorded so far."""
+    return len(storage.list_names(f"{run_uri}/drill/events"))
 
 
 def _end(process: subprocess.Popen) -> None:
