@@ -26,15 +26,8 @@ def run(job: UpdateJob, workspace: Workspace) -> Manifest | None:
     watch = Stopwatch()
     with watch("load"):
         trainer = learner.trainer_at(job, workspace, replay=apply_update)
-    workspace.injection.model = trainer.model
     with watch("update"):
-        try:
-            summary = apply_update(trainer, job, workspace)
-        except NonFiniteError as error:
-            rollouts = artifacts.resolve(job.scored).inputs["rollouts"]
-            if workspace.rank == 0:  # for whoever looks into it: the update can be done again from here
-                keep(root_of(job.output), job.policy, f"the update {job.output} was not finite")
-            raise NonFiniteError(f"{error}. Rollouts {rollouts.uri}, scored {job.scored.uri}") from error
+        summary = apply_update(trainer, job, workspace)
     summary["tokens_per_second/update"] = summary["tokens/total"] / watch.seconds["update"]
     manifest = learner.publish_policy(job, job.policy, trainer, workspace, summary=summary, watch=watch)
     if job.snapshot_output is not None:
@@ -46,11 +39,15 @@ def apply_update(trainer: PolicyTrainer, job: UpdateJob, workspace: Workspace) -
     """The optimizer steps of one update; metrics averaged over them. The same bits every time it is replayed."""
     rollouts, scores = _read(job.scored, workspace)
     loss = load_function(job.loss, "loss")
+    workspace.injection.model = trainer.model
     steps = []
     for members in _minibatches(rollouts, scores, job.minibatches):
         workspace.injection.reach("work")
         batch = pack_sequences(members, learner.row_tokens(job, members))
-        steps.append(trainer.train_step(batch, loss, temperature=job.temperature))
+        try:
+            steps.append(trainer.train_step(batch, loss, temperature=job.temperature))
+        except NonFiniteError as error:
+            raise _with_rollouts(error, job, workspace) from error
     if not steps:
         # Every group has equal rewards: there is no gradient, and a step on stale momentum would be an invention.
         logger.warning("%s has no group with a spread of rewards; the policy stays as it is", job.scored.uri)
@@ -63,6 +60,14 @@ def apply_update(trainer: PolicyTrainer, job: UpdateJob, workspace: Workspace) -
     summary = {name: sum(step[name] for step in steps) / len(steps) for name in steps[0]}
     summary |= {name: sum(step[name] for step in steps) for name in ("tokens/total", "tokens/trained")}
     return summary | {"update/steps": len(steps), "update/memory_halvings": job.memory_halvings}
+
+
+def _with_rollouts(error: NonFiniteError, job: UpdateJob, workspace: Workspace) -> NonFiniteError:
+    """The error with the names of what it came from, kept for whoever looks into it: the update can be done again."""
+    if workspace.rank == 0:
+        keep(root_of(job.output), job.policy, f"the update {job.output} was not finite")
+    rollouts = artifacts.resolve(job.scored).inputs["rollouts"]
+    return NonFiniteError(f"{error}. Rollouts {rollouts.uri}, scored {job.scored.uri}")
 
 
 def _read(scored: Ref, workspace: Workspace) -> tuple[Rollouts, Scores]:
