@@ -15,6 +15,8 @@ from pydantic import Field, JsonValue, model_validator
 from forge_core.faults import FaultPlan
 from forge_core.settings import Settings
 
+Aggregation = Literal["token_mean", "sequence_mean", "fixed_horizon"]
+
 
 class FunctionConfig(Settings):
     """A function named by a built-in short name or `package.module:function`, with its keyword arguments."""

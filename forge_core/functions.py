@@ -31,7 +31,10 @@ BUILT_INS: dict[Role, dict[str, str]] = {
         "group_mean": "forge_core.advantages:group_mean",
         "leave_one_out": "forge_core.advantages:leave_one_out",
     },
-    "loss": {"grpo": "forge_core.losses:grpo"},
+    "loss": {
+        name: f"forge_core.losses:{name}"
+        for name in ("reinforce", "grpo", "dapo", "cispo", "gspo", "sapo", "simple_grpo")
+    },
     "dataset": {
         "arithmetic": "forge_core.datasets:arithmetic",
         "reasoning_gym": "forge_core.datasets:reasoning_gym",
