@@ -148,6 +148,13 @@ class SftConfig(Settings):
     )
 
 
+class OverlongConfig(Settings):
+    """A penalty that grows as a completion comes close to sampling.max_tokens (DAPO, arXiv:2503.14476)."""
+
+    buffer_tokens: int = Field(ge=1, description="Tokens before the limit over which the penalty grows from 0 to full")
+    penalty: float = Field(1.0, gt=0, description="Reward lost by a completion that reaches the limit")
+
+
 class GrpoConfig(Settings):
     """Reinforcement learning with group-relative advantages."""
 
@@ -159,7 +166,11 @@ class GrpoConfig(Settings):
     rewards: tuple[RewardConfig, ...] = Field(
         (RewardConfig(fn="exact_number"),), min_length=1, description="Reward functions, summed with their weights"
     )
-    advantage: FunctionConfig = Field(FunctionConfig(fn="group_zscore"), description="Rewards of a group -> advantages")
+    advantage: FunctionConfig = Field(FunctionConfig(fn="group_zscore"), description="Rewards -> advantages")
+    overlong: OverlongConfig | None = Field(None, description="Penalty for completions close to the token limit")
+    drop_truncated: bool = Field(
+        False, description="Treat completions that ran into the token limit as if they had not been sampled"
+    )
     loss: FunctionConfig = Field(FunctionConfig(fn="grpo"), description="Per-token policy loss")
     minibatches: int = Field(1, ge=1, description="Optimizer steps per rollout set, each on its share of the groups")
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig, description="Optimizer of this stage")
@@ -183,6 +194,11 @@ class GrpoConfig(Settings):
             raise ValueError(
                 f"minibatches is {self.minibatches}, more than prompts_per_iteration ({self.prompts_per_iteration}); "
                 "every minibatch needs at least one group"
+            )
+        if self.overlong is not None and self.overlong.buffer_tokens > self.sampling.max_tokens:
+            raise ValueError(
+                f"overlong.buffer_tokens is {self.overlong.buffer_tokens}, more than sampling.max_tokens "
+                f"({self.sampling.max_tokens}); the penalty must begin within the longest completion"
             )
         return self
 

@@ -15,6 +15,7 @@ from forge_core.config import (
     FunctionConfig,
     GeneratorConfig,
     OptimizerConfig,
+    OverlongConfig,
     PolicyConfig,
     RewardConfig,
     SamplingConfig,
@@ -25,7 +26,7 @@ from forge_core.faults import JobFaults
 from forge_core.settings import Settings
 
 # Bump a stage's number when its code changes what it computes: outputs of older code then count as another job.
-STAGE_VERSIONS = {"dataset": 1, "start": 1, "sft": 1, "rollout": 1, "score": 1, "update": 1, "evaluate": 1}
+STAGE_VERSIONS = {"dataset": 1, "start": 1, "sft": 1, "rollout": 1, "score": 2, "update": 2, "evaluate": 1}
 
 
 def software_versions(*packages: str) -> dict[str, str]:
@@ -147,6 +148,9 @@ class ScoreJob(StageJob):
     rollouts: Ref
     rewards: tuple[RewardConfig, ...]
     advantage: FunctionConfig
+    overlong: OverlongConfig | None = None
+    drop_truncated: bool = False
+    max_tokens: int = Field(0, description="Longest completion there can be, 0 when nothing depends on it")
     source_sha256: dict[str, str]
 
 

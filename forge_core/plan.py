@@ -110,6 +110,9 @@ class Plan:
             rollouts=rollouts,
             rewards=grpo.rewards,
             advantage=grpo.advantage,
+            overlong=grpo.overlong,
+            drop_truncated=grpo.drop_truncated,
+            max_tokens=grpo.sampling.max_tokens if grpo.overlong else 0,
             source_sha256=sources | {grpo.advantage.fn: source_sha256(grpo.advantage, "advantage")},
         )
 

@@ -51,7 +51,7 @@ def loss_and_gradient(
     order: list[int] | None = None,
     entropy_coefficient: float = 0.3,
 ) -> tuple[Tensor, Tensor]:
-    """Of the policy above, summed over the micro-batches of all ranks; a token's log-prob squared stands for its entropy."""
+    """Of the policy above, over the micro-batches of all ranks; the square of a log-prob stands for the entropy."""
     order = order or list(range(len(sequences)))
     table = policy(sequences)
     batch = pack_sequences(
