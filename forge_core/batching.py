@@ -17,7 +17,7 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import Tensor
 
-from forge_core.config import Aggregation
+from forge_core.update_config import Aggregation
 
 
 @dataclass(frozen=True)

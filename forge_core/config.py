@@ -13,16 +13,8 @@ import yaml
 from pydantic import Field, JsonValue, model_validator
 
 from forge_core.faults import FaultPlan
-from forge_core.settings import Settings
-
-Aggregation = Literal["token_mean", "sequence_mean", "fixed_horizon"]
-
-
-class FunctionConfig(Settings):
-    """A function named by a built-in short name or `package.module:function`, with its keyword arguments."""
-
-    fn: str = Field(description="Built-in short name, or package.module:function")
-    kwargs: dict[str, JsonValue] = Field(default_factory=dict, description="Keyword arguments of the function")
+from forge_core.settings import FunctionConfig, Settings
+from forge_core.update_config import UpdateConfig
 
 
 class RewardConfig(FunctionConfig):
@@ -155,7 +147,7 @@ class OverlongConfig(Settings):
     penalty: float = Field(1.0, gt=0, description="Reward lost by a completion that reaches the limit")
 
 
-class GrpoConfig(Settings):
+class GrpoConfig(UpdateConfig):
     """Reinforcement learning with group-relative advantages."""
 
     dataset: DatasetConfig = Field(default_factory=DatasetConfig, description="Problems to practise on")
@@ -171,8 +163,6 @@ class GrpoConfig(Settings):
     drop_truncated: bool = Field(
         False, description="Treat completions that ran into the token limit as if they had not been sampled"
     )
-    loss: FunctionConfig = Field(FunctionConfig(fn="grpo"), description="Per-token policy loss")
-    minibatches: int = Field(1, ge=1, description="Optimizer steps per rollout set, each on its share of the groups")
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig, description="Optimizer of this stage")
     checkpoint_every: int = Field(10, ge=1, description="Policy versions between snapshots of the train state")
 

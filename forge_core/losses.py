@@ -141,11 +141,13 @@ def simple_grpo(inputs: LossInputs, *, beta: float = 0.1) -> LossOutput:
 def sequence_sum(values: Tensor, mask: Tensor, sequence_ids: Tensor) -> Tensor:
     """At each trained token, the sum of `values` over the trained tokens of its sequence; 0 elsewhere, [B, L].
 
-    Summed sequence by sequence, not scattered: on a GPU a scatter adds in another order each time.
+    Summed segment by segment, not scattered: on a GPU a scatter adds in another order each time.
     """
-    ids, owner = sequence_ids[mask].unique(return_inverse=True)  # [S], [n]
-    is_member = owner == torch.arange(len(ids), device=ids.device)[:, None]  # [S, n]
-    sums = torch.where(is_member, values[mask], 0.0).sum(dim=1)  # [S]
+    if not mask.any():
+        return torch.zeros_like(values)
+    # A sequence lies whole in one row, so its tokens follow each other.
+    _, owner, lengths = sequence_ids[mask].unique_consecutive(return_inverse=True, return_counts=True)  # [n], [S]
+    sums = torch.segment_reduce(values[mask], "sum", lengths=lengths)  # [S]
     return torch.zeros_like(values).masked_scatter(mask, sums[owner])
 
 

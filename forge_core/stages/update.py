@@ -8,7 +8,8 @@ import torch
 
 from forge_core import artifacts
 from forge_core.artifacts import Manifest, Ref
-from forge_core.batching import TrainSequence, pack_sequences
+from forge_core.batching import TrainBatch, TrainSequence, pack_sequences
+from forge_core.corrections import with_proximal
 from forge_core.functions import load_function
 from forge_core.jobs import UpdateJob
 from forge_core.rollouts import Rollouts, Scores
@@ -42,11 +43,15 @@ def apply_update(trainer: PolicyTrainer, job: UpdateJob, workspace: Workspace) -
     """The optimizer steps of one update; metrics averaged over them. The same bits every time it is replayed."""
     rollouts, scores = _read(job.scored, workspace)
     loss = load_function(job.loss, "loss")
+    batches = _batches(trainer, rollouts, scores, job)
     steps = []
-    for members in _minibatches(rollouts, scores, job.minibatches):
-        workspace.injection.reach("work")
-        batch = pack_sequences(members, learner.row_tokens(job, members))
-        steps.append(trainer.train_step(batch, loss, temperature=job.temperature))
+    for _ in range(job.epochs):
+        for batch, mismatch in batches:
+            workspace.injection.reach("work")
+            metrics = trainer.train_step(
+                batch, loss, temperature=job.temperature, entropy_coefficient=job.entropy_coefficient
+            )
+            steps.append(metrics | mismatch)
     if not steps:
         # Every group has equal rewards: there is no gradient, and a step on stale momentum would be an invention.
         logger.warning("%s has no group with a spread of rewards; the policy stays as it is", job.scored.uri)
@@ -56,9 +61,31 @@ def apply_update(trainer: PolicyTrainer, job: UpdateJob, workspace: Workspace) -
             "tokens/trained": 0,
             "update/memory_halvings": job.memory_halvings,
         }
-    summary = {name: sum(step[name] for step in steps) / len(steps) for name in steps[0]}
+    summary = {
+        name: max(values) if name.endswith("/max") else sum(values) / len(values)
+        for name, values in ((name, [step[name] for step in steps]) for name in steps[0])
+    }
     summary |= {name: sum(step[name] for step in steps) for name in ("tokens/total", "tokens/trained")}
     return summary | {"update/steps": len(steps), "update/memory_halvings": job.memory_halvings}
+
+
+def _batches(
+    trainer: PolicyTrainer, rollouts: Rollouts, scores: Scores, job: UpdateJob
+) -> list[tuple[TrainBatch, dict[str, float]]]:
+    """The packed minibatches of an update, and how far trainer and generator differ on each if that is known.
+
+    All of it is fixed before the first step, so the trainer's log-probs are those of the policy the update starts from.
+    """
+    batches: list[tuple[TrainBatch, dict[str, float]]] = []
+    for members in _minibatches(rollouts, scores, job.minibatches):
+        row_tokens = learner.row_tokens(job, members)
+        batch = pack_sequences(members, row_tokens, aggregation=job.aggregation, max_tokens=job.max_tokens or None)
+        mismatch: dict[str, float] = {}
+        if job.proximal == "trainer":
+            logprobs = trainer.logprobs(batch, temperature=job.temperature)
+            batch, mismatch = with_proximal(batch, logprobs, job.correction)
+        batches.append((batch, mismatch))
+    return batches
 
 
 def _read(scored: Ref, workspace: Workspace) -> tuple[Rollouts, Scores]:
