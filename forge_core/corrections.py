@@ -58,7 +58,7 @@ def bounded(weights: Tensor, correction: CorrectionConfig) -> Tensor:
 
 def _mismatch(generator_logprobs: Tensor, trainer_logprobs: Tensor) -> dict[str, float]:
     if len(generator_logprobs) == 0:
-        return {}
+        generator_logprobs = trainer_logprobs = torch.zeros(1)  # no token, no mismatch
     ratio = kl.log_ratio(trainer_logprobs, generator_logprobs).double().exp()
     return {
         "kl/mismatch": kl.k3(generator_logprobs, trainer_logprobs).double().mean().item(),

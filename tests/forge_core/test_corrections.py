@@ -108,3 +108,11 @@ def test_without_bounds_the_correction_makes_the_gradient_that_of_the_trainers_p
     objective(reinforce, corrected, logprobs, torch.zeros(2), entropy_coefficient=0.0, sums=TokenSums(2)).backward()
     # The gradient of the expected reward p0 in the logits is p0 p1 (1, -1) = (1/4, -1/4).
     torch.testing.assert_close(logits.grad, tensor([-0.25, 0.25]))
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_a_batch_without_trained_tokens_has_no_mismatch(level):
+    batch = packed([torch.zeros(0)], tensor([1.0]))
+    corrected, metrics = with_proximal(batch, batch.generator_logprobs, CorrectionConfig(level=level))
+    assert not corrected.mask.any()
+    assert (metrics["kl/mismatch"], metrics["mismatch_ratio/mean"], metrics["correction/mean"]) == (0, 1, 1)

@@ -49,9 +49,10 @@ def sampled(open_trainer, qwen3) -> list[TrainSequence]:
 def update(open_trainer, qwen3, sampled, tmp_path: Path, exported, digest) -> Callable[..., tuple[dict, str]]:
     """Applies one update to the tiny policy: its summary, and the digest of the weights after it."""
 
-    def apply(*, mismatch: float = 0.0, **settings) -> tuple[dict, str]:
+    def apply(*, mismatch: float = 0.0, num_completions: int = 8, num_kept: int = 8, **settings) -> tuple[dict, str]:
         trainer: PolicyTrainer = open_trainer(qwen3, optimizer=OptimizerConfig(learning_rate=3e-3))
-        scored = _commit(tmp_path / f"mismatch-{mismatch}", sampled, mismatch)
+        place = tmp_path / f"{mismatch}-{num_completions}-{num_kept}"
+        scored = _commit(place, sampled[:num_completions], mismatch, num_kept)
         job = UpdateJob(
             output="memory://policies/v0001",
             policy=Ref(kind="policy", uri="memory://policies/v0000", digest="0" * 64),
@@ -72,24 +73,29 @@ def update(open_trainer, qwen3, sampled, tmp_path: Path, exported, digest) -> Ca
     return apply
 
 
-def _commit(place: Path, documents: list[TrainSequence], mismatch: float) -> Ref:
-    """Scored rollouts whose recorded log-probs are off by up to `mismatch`."""
+def _commit(place: Path, documents: list[TrainSequence], mismatch: float, num_kept: int) -> Ref:
+    """Scored rollouts whose recorded log-probs are off by up to `mismatch`; the first ones are kept."""
     uris = [(place / name).as_uri() for name in ("rollouts", "scored")]
     if (found := artifacts.read_manifest(uris[1])) is not None:
         return found.ref
     noise = torch.Generator().manual_seed(11)
     example = Example(id="x", messages=(Message(role="user", content="?"),), answer="")
     logprobs = torch.cat([document.generator_logprobs for document in documents])
+    count = len(documents)
     rollouts = Rollouts(
         token_ids=torch.cat([document.token_ids for document in documents]),
         generator_logprobs=logprobs + mismatch * (2 * torch.rand(len(logprobs), generator=noise) - 1),
-        offsets=torch.tensor([0, *(3 + length for length in LENGTHS)]).cumsum(0),
-        prompt_lengths=torch.full((8,), 3),
-        group_ids=torch.arange(8) // 4,
-        texts=tuple(RolloutTexts(example, "", "stop") for _ in LENGTHS),
+        offsets=torch.tensor([0, *(len(document.token_ids) for document in documents)]).cumsum(0),
+        prompt_lengths=torch.full((count,), 3),
+        group_ids=torch.arange(count) // 4,
+        texts=tuple(RolloutTexts(example, "", "stop") for _ in documents),
     )
-    advantages, everything = torch.tensor(ADVANTAGES), torch.ones(8, dtype=torch.bool)
-    scores = Scores(rewards=torch.zeros(8, 1), total=torch.zeros(8), advantages=advantages, keep=everything)
+    scores = Scores(
+        rewards=torch.zeros(count, 1),
+        total=torch.zeros(count),
+        advantages=torch.tensor(ADVANTAGES[:count]),
+        keep=torch.arange(count) < num_kept,
+    )
     nothing: dict = {"job": {}, "summary": {}, "software": {}, "timings": {}, "job_digest": "0"}
     inputs: dict[str, Ref] = {}
     for uri, content in zip(uris, (rollouts, scores), strict=True):
@@ -160,6 +166,18 @@ def test_every_aggregation_trains_another_policy(update):
         -sum(a * n for a, n in zip(ADVANTAGES, LENGTHS, strict=True)) / (8 * 16),
     )
     assert [summary["loss/policy"] for summary, _ in results] == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "fixed_horizon"])
+def test_a_group_that_is_not_kept_does_not_dilute_the_loss(update, aggregation):
+    settings = {"aggregation": aggregation, "max_tokens": 16}
+    assert update(num_kept=4, **settings) == update(num_completions=4, **settings)
+
+
+def test_an_update_without_a_kept_completion_leaves_the_policy_as_it_is(update, qwen3, exported, open_trainer, digest):
+    summary, weights = update(num_kept=0)
+    assert (summary["update/steps"], summary["tokens/trained"]) == (0, 0)
+    assert weights == digest(exported(open_trainer(qwen3), qwen3))
 
 
 def test_the_entropy_bonus_raises_the_entropy(update):
