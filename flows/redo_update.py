@@ -13,8 +13,9 @@ from prefect.artifacts import create_table_artifact
 
 from forge_core.again import RedoConfig, redo_job
 from forge_core.artifacts import ArtifactError, read_manifest
-from forge_core.config import FunctionConfig, RunConfig, WarmthConfig
+from forge_core.config import FunctionConfig, RunConfig
 from forge_core.jobs import UpdateJob
+from forge_core.operation import WarmthConfig
 from forge_core.storage import absolute_uri
 from tasks import stages
 from tasks.run import open_run

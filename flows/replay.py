@@ -13,8 +13,9 @@ from prefect.artifacts import create_table_artifact
 
 from forge_core.again import ReplayConfig, redo_job, updates_of, version_of
 from forge_core.artifacts import ArtifactError, Ref, resolve
-from forge_core.config import RunConfig, WarmthConfig
+from forge_core.config import RunConfig
 from forge_core.jobs import UpdateJob
+from forge_core.operation import WarmthConfig
 from tasks import stages
 from tasks.run import open_run
 

@@ -11,7 +11,8 @@ from prefect import flow
 from prefect.artifacts import create_table_artifact
 
 from forge_core.again import RescoreConfig, rescore_job, scores_of, version_of
-from forge_core.config import RewardConfig, RunConfig, WarmthConfig
+from forge_core.config import RewardConfig, RunConfig
+from forge_core.operation import WarmthConfig
 from tasks import stages
 from tasks.run import open_run
 

@@ -11,11 +11,13 @@ last token of a document predicts nothing and a document of T tokens trains at m
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
+
+from forge_core.update_config import Aggregation
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,10 @@ class TrainBatch:
     sequence_ids: Tensor  # int64, index into the sequences that were packed, -1 on padding
     generator_logprobs: Tensor  # float32, 0 where mask is False
     advantages: Tensor  # float32, 0 where mask is False
+    weights: Tensor  # float32, what the loss of a token counts for in that of the whole batch, 0 where mask is False
+    # Under the policy that the update started from; without it the generator's stand for them.
+    proximal_logprobs: Tensor | None = None  # float32, 0 where mask is False
+    corrections: Tensor | None = None  # float32, importance weights of the policy loss; without them it counts fully
 
     @property
     def num_rows(self) -> int:
@@ -53,11 +59,11 @@ class TrainBatch:
 
     def rows(self, index: slice | Tensor) -> TrainBatch:
         """The chosen rows, in the order of `index`."""
-        return TrainBatch(*(getattr(self, field.name)[index] for field in fields(self)))
+        return self._each(lambda tensor: tensor[index])
 
     def to(self, device: torch.device | str) -> TrainBatch:
         """The same batch on `device`."""
-        return TrainBatch(*(getattr(self, field.name).to(device) for field in fields(self)))
+        return self._each(lambda tensor: tensor.to(device))
 
     def for_rank(self, rank: int, num_ranks: int) -> TrainBatch:
         """Rows rank, rank + num_ranks, ...: ceil(B / num_ranks) of them, with an empty row where they run out.
@@ -65,7 +71,7 @@ class TrainBatch:
         Equal numbers matter because a sharded model is gathered by all ranks together, micro-batch by micro-batch.
         """
         rows_per_rank = -(-self.num_rows // num_ranks)
-        own = self.rows(torch.arange(rank, self.num_rows, num_ranks))
+        own = self.rows(torch.arange(self.num_rows)[rank::num_ranks])
         if own.num_rows == rows_per_rank:
             return own
         return _concatenate(own, _empty_rows(rows_per_rank - own.num_rows, self.row_tokens))
@@ -74,12 +80,23 @@ class TrainBatch:
         """The batch cut into pieces of `num_rows` rows; the last piece may be shorter."""
         return [self.rows(slice(start, start + num_rows)) for start in range(0, self.num_rows, num_rows)]
 
+    def _each(self, change: Callable[[Tensor], Tensor]) -> TrainBatch:
+        tensors = ((field.name, getattr(self, field.name)) for field in fields(self))
+        return TrainBatch(**{name: change(tensor) for name, tensor in tensors if tensor is not None})
 
-def pack_sequences(sequences: Sequence[TrainSequence], row_tokens: int) -> TrainBatch:
-    """All sequences in as few rows of `row_tokens` as first-fit-decreasing finds.
 
-    A pure function of its input: equal lengths keep their order. Raises ValueError for a sequence that does not fit
-    in a row, or that trains its first token, which nothing precedes.
+def pack_sequences(
+    sequences: Sequence[TrainSequence],
+    row_tokens: int,
+    *,
+    aggregation: Aggregation = "token_mean",
+    max_tokens: int | None = None,
+) -> TrainBatch:
+    """All sequences in as few rows of `row_tokens` as first-fit-decreasing finds, each token with its weight.
+
+    `max_tokens` is the horizon of the aggregation `fixed_horizon`. A pure function of its input: equal lengths keep
+    their order. Raises ValueError for a sequence that does not fit in a row, or that trains its first token, which
+    nothing precedes.
     """
     if not sequences:
         raise ValueError("sequences is empty; a batch needs at least one sequence")
@@ -106,7 +123,37 @@ def pack_sequences(sequences: Sequence[TrainSequence], row_tokens: int) -> Train
             start = _write_sequence(batch, row, start, sequences[index], index)
         # Padding restarts at 0 too: without it the padding would continue, and attend to, the last document.
         batch.positions[row, start:] = torch.arange(row_tokens - start)
-    return batch
+    return replace(batch, weights=token_weights(batch.mask, batch.sequence_ids, aggregation, max_tokens=max_tokens))
+
+
+def token_weights(
+    mask: Tensor, sequence_ids: Tensor, aggregation: Aggregation, *, max_tokens: int | None = None
+) -> Tensor:
+    """Weight [B, L] of each trained token in the loss of the batch, 0 elsewhere.
+
+    With N trained tokens, L_i of them in sequence i, and S sequences that have any:
+
+        token_mean      1 / N                   every token counts the same
+        sequence_mean   1 / (S L_i)             every sequence counts the same, so a token of a long one counts less
+        fixed_horizon   1 / (S max_tokens)      every token counts the same, in batches of short and long completions
+    """
+    lengths = torch.bincount(sequence_ids[mask])  # by sequence id; those without a trained token have 0
+    num_sequences = int((lengths > 0).sum())
+    match aggregation:
+        case "token_mean":
+            counts = lengths.sum().expand(len(lengths))
+        case "sequence_mean":
+            counts = num_sequences * lengths
+        case "fixed_horizon":
+            if max_tokens is None or (num_sequences and int(lengths.max()) > max_tokens):
+                raise ValueError(
+                    f"aggregation fixed_horizon divides by max_tokens, which is {max_tokens}; it must be "
+                    "sampling.max_tokens, the longest completion there can be"
+                )
+            counts = torch.full_like(lengths, num_sequences * max_tokens)
+    weights = torch.zeros(mask.shape)
+    weights[mask] = 1 / counts[sequence_ids[mask]].float()
+    return weights
 
 
 def _check_sequence(sequence: TrainSequence, index: int, row_tokens: int) -> None:
@@ -155,9 +202,16 @@ def _empty_rows(num_rows: int, row_tokens: int) -> TrainBatch:
         sequence_ids=torch.full(shape, -1),
         generator_logprobs=torch.zeros(shape),
         advantages=torch.zeros(shape),
+        weights=torch.zeros(shape),
     )
 
 
-def _concatenate(first: TrainBatch, second: TrainBatch) -> TrainBatch:
-    pairs = ((getattr(first, field.name), getattr(second, field.name)) for field in fields(TrainBatch))
-    return TrainBatch(*(torch.cat(pair) for pair in pairs))
+def _concatenate(first: TrainBatch, empty: TrainBatch) -> TrainBatch:
+    tensors = ((field.name, getattr(first, field.name), getattr(empty, field.name)) for field in fields(TrainBatch))
+    return TrainBatch(
+        **{
+            name: torch.cat([tensor, torch.zeros(empty.mask.shape) if other is None else other])
+            for name, tensor, other in tensors
+            if tensor is not None
+        }
+    )

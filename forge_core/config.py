@@ -13,14 +13,9 @@ import yaml
 from pydantic import Field, JsonValue, model_validator
 
 from forge_core.faults import FaultPlan
-from forge_core.settings import Settings
-
-
-class FunctionConfig(Settings):
-    """A function named by a built-in short name or `package.module:function`, with its keyword arguments."""
-
-    fn: str = Field(description="Built-in short name, or package.module:function")
-    kwargs: dict[str, JsonValue] = Field(default_factory=dict, description="Keyword arguments of the function")
+from forge_core.operation import RetentionConfig, TimeLimitsConfig, WarmthConfig
+from forge_core.settings import FunctionConfig, Settings
+from forge_core.update_config import UpdateConfig
 
 
 class RewardConfig(FunctionConfig):
@@ -146,7 +141,14 @@ class SftConfig(Settings):
     )
 
 
-class GrpoConfig(Settings):
+class OverlongConfig(Settings):
+    """A penalty that grows as a completion comes close to sampling.max_tokens (DAPO, arXiv:2503.14476)."""
+
+    buffer_tokens: int = Field(ge=1, description="Tokens before the limit over which the penalty grows from 0 to full")
+    penalty: float = Field(1.0, gt=0, description="Reward lost by a completion that reaches the limit")
+
+
+class GrpoConfig(UpdateConfig):
     """Reinforcement learning with group-relative advantages."""
 
     dataset: DatasetConfig = Field(default_factory=DatasetConfig, description="Problems to practise on")
@@ -157,9 +159,11 @@ class GrpoConfig(Settings):
     rewards: tuple[RewardConfig, ...] = Field(
         (RewardConfig(fn="exact_number"),), min_length=1, description="Reward functions, summed with their weights"
     )
-    advantage: FunctionConfig = Field(FunctionConfig(fn="group_zscore"), description="Rewards of a group -> advantages")
-    loss: FunctionConfig = Field(FunctionConfig(fn="grpo"), description="Per-token policy loss")
-    minibatches: int = Field(1, ge=1, description="Optimizer steps per rollout set, each on its share of the groups")
+    advantage: FunctionConfig = Field(FunctionConfig(fn="group_zscore"), description="Rewards -> advantages")
+    overlong: OverlongConfig | None = Field(None, description="Penalty for completions close to the token limit")
+    drop_truncated: bool = Field(
+        False, description="Treat completions that ran into the token limit as if they had not been sampled"
+    )
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig, description="Optimizer of this stage")
     checkpoint_every: int = Field(10, ge=1, description="Policy versions between snapshots of the train state")
 
@@ -182,6 +186,11 @@ class GrpoConfig(Settings):
                 f"minibatches is {self.minibatches}, more than prompts_per_iteration ({self.prompts_per_iteration}); "
                 "every minibatch needs at least one group"
             )
+        if self.overlong is not None and self.overlong.buffer_tokens > self.sampling.max_tokens:
+            raise ValueError(
+                f"overlong.buffer_tokens is {self.overlong.buffer_tokens}, more than sampling.max_tokens "
+                f"({self.sampling.max_tokens}); the penalty must begin within the longest completion"
+            )
         return self
 
 
@@ -200,47 +209,6 @@ class EvalConfig(Settings):
     reward_timeout_seconds: float = Field(
         10.0, gt=0, description="Seconds one call of the reward may take; after that its completion counts as wrong"
     )
-
-
-class WarmthConfig(Settings):
-    """Which stage processes stay alive between jobs. The bytes they publish are the same either way."""
-
-    trainer: bool = Field(True, description="Keep model and optimizer in memory between updates")
-    generator: bool = Field(True, description="Keep the vLLM engine in memory between rollouts")
-    scorer: bool = Field(True, description="Keep the scoring process alive")
-
-
-class TimeLimitsConfig(Settings):
-    """Seconds after which a stage's process is killed and the stage tried once more. Results do not depend on them."""
-
-    dataset: float = Field(3600, gt=0, description="Seconds to materialise a dataset")
-    start: float = Field(3600, gt=0, description="Seconds to build or fetch the starting policy")
-    sft: float = Field(24 * 3600, gt=0, description="Seconds of supervised fine-tuning")
-    rollout: float = Field(4 * 3600, gt=0, description="Seconds to sample one rollout set")
-    score: float = Field(3600, gt=0, description="Seconds to score one rollout set")
-    update: float = Field(4 * 3600, gt=0, description="Seconds of one update, replay included")
-    evaluate: float = Field(4 * 3600, gt=0, description="Seconds of one evaluation")
-
-
-class RetentionConfig(Settings):
-    """Which policies and train states keep their files; forge_core/retention.py says which ones always do."""
-
-    keep_last: int = Field(0, ge=0, description="Newest policies to keep, with two train states; 0 prunes nothing")
-    keep_every: int = Field(0, ge=0, description="Also keep versions that are a multiple of this; 0 adds none")
-    best_metric: str | None = Field(
-        None,
-        pattern=r"^eval/[a-z0-9_-]+/[a-z0-9_]+$",
-        description="Also keep the version with the highest value of this metric, e.g. eval/heldout/accuracy",
-    )
-
-    @model_validator(mode="after")
-    def _prunes_at_all(self) -> RetentionConfig:
-        if self.keep_last == 0 and (self.keep_every or self.best_metric):
-            raise ValueError(
-                f"keep_every is {self.keep_every} and best_metric is {self.best_metric}, but keep_last is 0, which "
-                "prunes nothing; set keep_last to 1 or more, or leave the others out"
-            )
-        return self
 
 
 class RunConfig(Settings):

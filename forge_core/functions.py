@@ -27,11 +27,21 @@ BUILT_INS: dict[Role, dict[str, str]] = {
         "reasoning_gym": "forge_core.rewards.gym:reasoning_gym",
     },
     "advantage": {
-        "group_zscore": "forge_core.advantages:group_zscore",
-        "group_mean": "forge_core.advantages:group_mean",
-        "leave_one_out": "forge_core.advantages:leave_one_out",
+        name: f"forge_core.advantages:{name}"
+        for name in (
+            "group_zscore",
+            "group_mean",
+            "leave_one_out",
+            "batch_std",
+            "reinforce_pp",
+            "reinforce_pp_baseline",
+            "gdpo",
+        )
     },
-    "loss": {"grpo": "forge_core.losses:grpo"},
+    "loss": {
+        name: f"forge_core.losses:{name}"
+        for name in ("reinforce", "grpo", "dapo", "cispo", "gspo", "sapo", "simple_grpo")
+    },
     "dataset": {
         "arithmetic": "forge_core.datasets:arithmetic",
         "reasoning_gym": "forge_core.datasets:reasoning_gym",
@@ -41,7 +51,7 @@ BUILT_INS: dict[Role, dict[str, str]] = {
 _POSITIONAL: dict[Role, int] = {"reward": 2, "advantage": 1, "loss": 1, "dataset": 0}
 _EXPECTED: dict[Role, str] = {
     "reward": "(completion: str, example: Example, **settings) -> float | None",
-    "advantage": "(rewards: Tensor, **settings) -> Tensor",
+    "advantage": "(rewards: Tensor, **settings) -> Tensor or (inputs: AdvantageInputs, **settings) -> Tensor",
     "loss": "(inputs: LossInputs, **settings) -> LossOutput",
     "dataset": "(**settings) -> Iterator[Example]",
 }

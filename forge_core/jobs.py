@@ -15,6 +15,7 @@ from forge_core.config import (
     FunctionConfig,
     GeneratorConfig,
     OptimizerConfig,
+    OverlongConfig,
     PolicyConfig,
     RewardConfig,
     SamplingConfig,
@@ -23,9 +24,10 @@ from forge_core.config import (
 )
 from forge_core.faults import JobFaults
 from forge_core.settings import Settings
+from forge_core.update_config import UpdateConfig
 
 # Bump a stage's number when its code changes what it computes: outputs of older code then count as another job.
-STAGE_VERSIONS = {"dataset": 1, "start": 1, "sft": 1, "rollout": 1, "score": 1, "update": 1, "evaluate": 1}
+STAGE_VERSIONS = {"dataset": 1, "start": 1, "sft": 1, "rollout": 1, "score": 2, "update": 2, "evaluate": 1}
 
 
 def software_versions(*packages: str) -> dict[str, str]:
@@ -147,10 +149,13 @@ class ScoreJob(StageJob):
     rollouts: Ref
     rewards: tuple[RewardConfig, ...]
     advantage: FunctionConfig
+    overlong: OverlongConfig | None = None
+    drop_truncated: bool = False
+    max_tokens: int = Field(0, description="Longest completion there can be, 0 when nothing depends on it")
     source_sha256: dict[str, str]
 
 
-class UpdateJob(StageJob):
+class UpdateJob(StageJob, UpdateConfig):
     """One policy version forward: policy[k + 1] = update(policy[k], scored[k])."""
 
     role = "trainer"
@@ -159,11 +164,10 @@ class UpdateJob(StageJob):
     stage: Literal["update"] = "update"
     policy: Ref
     scored: Ref
-    loss: FunctionConfig
-    source_sha256: str
-    minibatches: int
+    source_sha256: str = Field(description="Of the loss")
     optimizer: OptimizerConfig
     total_steps: int = Field(description="Optimizer steps of the whole run, 0 when the schedule does not depend on it")
+    max_tokens: int = Field(0, description="Longest completion there can be, 0 when nothing depends on it")
     temperature: float
     trainer: TrainerConfig
     seed: int

@@ -10,6 +10,7 @@ from forge_core.config import DatasetConfig, EvalConfig, GrpoConfig, GrpoRunConf
 from forge_core.functions import check_function, source_sha256
 from forge_core.jobs import DatasetJob, EvaluateJob, RolloutJob, ScoreJob, SftJob, StartJob, UpdateJob
 from forge_core.policy_uri import validate_policy_uri
+from forge_core.update_config import UpdateConfig
 
 
 @dataclass(frozen=True)
@@ -110,6 +111,9 @@ class Plan:
             rollouts=rollouts,
             rewards=grpo.rewards,
             advantage=grpo.advantage,
+            overlong=grpo.overlong,
+            drop_truncated=grpo.drop_truncated,
+            max_tokens=grpo.sampling.max_tokens if grpo.overlong else 0,
             source_sha256=sources | {grpo.advantage.fn: source_sha256(grpo.advantage, "advantage")},
         )
 
@@ -123,15 +127,15 @@ class Plan:
             output=self._policy_uri(version),
             policy=policy,
             scored=scored,
-            loss=grpo.loss,
             source_sha256=source_sha256(grpo.loss, "loss"),
-            minibatches=grpo.minibatches,
             optimizer=grpo.optimizer,
-            total_steps=grpo.num_iterations * grpo.minibatches if needs_horizon else 0,
+            total_steps=grpo.num_iterations * grpo.minibatches * grpo.epochs if needs_horizon else 0,
+            max_tokens=grpo.sampling.max_tokens if grpo.aggregation == "fixed_horizon" else 0,
             temperature=grpo.sampling.temperature,
             trainer=self.config.trainer,
             seed=self.config.seed,
             snapshot_output=f"{self.run_uri}/train_states/v{version:04d}" if is_snapshot else None,
+            **{name: getattr(grpo, name) for name in UpdateConfig.model_fields},
         )
 
     def evaluate(self, policy: Ref, dataset: Ref, evaluation: EvalConfig) -> EvaluateJob:

@@ -18,8 +18,8 @@ from pydantic import AwareDatetime, Field, ValidationError
 
 from forge_core import listing, storage
 from forge_core.artifacts import ArtifactError, Manifest, read_manifest
-from forge_core.config import RetentionConfig
 from forge_core.holds import held
+from forge_core.operation import RetentionConfig
 from forge_core.publication import Publication
 from forge_core.retention_rules import Version, kept_by_number, to_prune
 from forge_core.settings import Settings

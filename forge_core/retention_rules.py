@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from forge_core.config import RetentionConfig
+from forge_core.operation import RetentionConfig
 
 NUM_TRAIN_STATES = 2  # the newest one and, should that be damaged, the one before
 

@@ -79,7 +79,7 @@ class Scores:
     """Rewards of a rollout set, by reward function and in total, and what follows from them."""
 
     rewards: Tensor  # [N, K] float32, NaN where a function could not score
-    total: Tensor  # [N] float32, NaN where any function could not score
+    total: Tensor  # [N] float32, weighted sum and overlong penalty, NaN where any function could not score
     advantages: Tensor  # [N] float32
     keep: Tensor  # [N] bool, trained on
 

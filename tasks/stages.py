@@ -16,8 +16,8 @@ from prefect.tasks import Task
 
 from forge_core import publication, retention
 from forge_core.artifacts import ArtifactError, Ref
-from forge_core.config import RetentionConfig
 from forge_core.jobs import DatasetJob, EvaluateJob, RolloutJob, ScoreJob, SftJob, StageJob, StartJob, UpdateJob
+from forge_core.operation import RetentionConfig
 from forge_core.stages.workspace import committed
 from tasks.failures import RETRIES, failure_class
 from tasks.processes import run_in_stage_process

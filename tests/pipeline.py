@@ -10,8 +10,9 @@ from pathlib import Path
 
 from forge_core import storage
 from forge_core.artifacts import Manifest, Ref, read_manifest
-from forge_core.config import PostTrainConfig, WarmthConfig, load_config
+from forge_core.config import PostTrainConfig, load_config
 from forge_core.jobs import StageJob
+from forge_core.operation import WarmthConfig
 from forge_core.plan import Plan
 from forge_core.stages.process import StageError
 from forge_core.stages.workspace import committed

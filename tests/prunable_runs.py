@@ -7,8 +7,9 @@ from pathlib import Path
 
 from forge_core import artifacts, storage
 from forge_core.artifacts import ArtifactError, Manifest, Ref
-from forge_core.config import GrpoConfig, PostTrainConfig, RetentionConfig
+from forge_core.config import GrpoConfig, PostTrainConfig
 from forge_core.jobs import StageJob
+from forge_core.operation import RetentionConfig
 from forge_core.plan import Plan
 
 KEEP_ONE = RetentionConfig(keep_last=1)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from forge_core.advantages import advantages_by_group
+from forge_core.advantages import AdvantageInputs, compute_advantages
 from forge_core.artifacts import Manifest
 from forge_core.config import RewardConfig
 from forge_core.functions import load_function
 from forge_core.jobs import ScoreJob
+from forge_core.rewards.overlong import overlong_penalties
 from forge_core.rewards.pool import RewardPool
 from forge_core.rollouts import Rollouts, Scores
 from forge_core.stages.workspace import Stopwatch, Workspace
@@ -23,15 +24,11 @@ def run(job: ScoreJob, workspace: Workspace) -> Manifest:
     rollouts = Rollouts.load(rollouts_dir)
     with watch("score"):
         rewards, counts = score_rollouts(rollouts, pool)
-        weights = torch.tensor([reward.weight for reward in job.rewards])
-        total = (rewards * weights).sum(dim=1)  # [N], NaN when any function could not score
-        advantage = load_function(job.advantage, "advantage")
-        advantages, keep = advantages_by_group(total, rollouts.group_ids, advantage)
+        scores, shaping = compare(rollouts, rewards, job)
     workspace.injection.reach("work")
-    scores = Scores(rewards=rewards, total=total, advantages=advantages, keep=keep)
     with workspace.directory() as directory:
         scores.save(directory)
-        summary = describe(scores, rollouts.group_ids, job.rewards) | counts
+        summary = describe(scores, rollouts.group_ids, job.rewards) | counts | shaping
         return workspace.commit(job, directory, summary=summary, timings=watch.seconds)
 
 
@@ -40,6 +37,32 @@ def score_rollouts(rollouts: Rollouts, pool: RewardPool) -> tuple[Tensor, dict[s
     scored = pool.score([(text.completion, text.example) for text in rollouts.texts])
     counts: dict[str, float] = {"reward/timeouts": scored.num_timeouts, "reward/crashes": scored.num_crashes}
     return torch.tensor(scored.values, dtype=torch.float32), counts
+
+
+def compare(rollouts: Rollouts, rewards: Tensor, job: ScoreJob) -> tuple[Scores, dict[str, float]]:
+    """Total rewards and advantages from rewards [N, K], and what the overlong penalty and dropping have changed."""
+    weights = torch.tensor([reward.weight for reward in job.rewards])
+    total = (rewards * weights).sum(dim=1)  # [N], NaN when any function could not score
+    shaping: dict[str, float] = {}
+    if job.overlong is not None:
+        penalties = overlong_penalties(
+            rollouts.completion_lengths,
+            max_tokens=job.max_tokens,
+            buffer_tokens=job.overlong.buffer_tokens,
+            penalty=job.overlong.penalty,
+        )
+        total = total + penalties
+        shaping["reward/overlong_penalty"] = penalties.mean().item()
+    is_valid = ~total.isnan()
+    if job.drop_truncated:
+        shaping["completion/dropped_truncated"] = int(rollouts.is_truncated.sum())
+        is_valid &= ~rollouts.is_truncated
+    inputs = AdvantageInputs(rewards, weights, total, rollouts.group_ids, rollouts.completion_lengths)
+    advantages, keep = compute_advantages(inputs, load_function(job.advantage, "advantage"), is_valid)
+    shaping["groups/without_valid_completion"] = len(rollouts.group_ids.unique()) - len(
+        rollouts.group_ids[is_valid].unique()
+    )
+    return Scores(rewards=rewards, total=total, advantages=advantages, keep=keep), shaping
 
 
 def reward_pool(workspace: Workspace, rewards: tuple[RewardConfig, ...], sources: dict[str, str]) -> RewardPool:

@@ -8,7 +8,8 @@ import torch
 
 from forge_core import artifacts
 from forge_core.artifacts import Manifest, Ref
-from forge_core.batching import TrainSequence, pack_sequences
+from forge_core.batching import TrainBatch, TrainSequence, pack_sequences
+from forge_core.corrections import with_proximal
 from forge_core.functions import load_function
 from forge_core.holds import keep
 from forge_core.jobs import UpdateJob
@@ -40,14 +41,18 @@ def apply_update(trainer: PolicyTrainer, job: UpdateJob, workspace: Workspace) -
     rollouts, scores = _read(job.scored, workspace)
     loss = load_function(job.loss, "loss")
     workspace.injection.model = trainer.model
+    batches = _batches(trainer, rollouts, scores, job)
     steps = []
-    for members in _minibatches(rollouts, scores, job.minibatches):
-        workspace.injection.reach("work")
-        batch = pack_sequences(members, learner.row_tokens(job, members))
-        try:
-            steps.append(trainer.train_step(batch, loss, temperature=job.temperature))
-        except NonFiniteError as error:
-            raise _with_rollouts(error, job, workspace) from error
+    for _ in range(job.epochs):
+        for batch, mismatch in batches:
+            workspace.injection.reach("work")
+            try:
+                metrics = trainer.train_step(
+                    batch, loss, temperature=job.temperature, entropy_coefficient=job.entropy_coefficient
+                )
+            except NonFiniteError as error:
+                raise _with_rollouts(error, job, workspace) from error
+            steps.append(metrics | mismatch)
     if not steps:
         # Every group has equal rewards: there is no gradient, and a step on stale momentum would be an invention.
         logger.warning("%s has no group with a spread of rewards; the policy stays as it is", job.scored.uri)
@@ -57,7 +62,10 @@ def apply_update(trainer: PolicyTrainer, job: UpdateJob, workspace: Workspace) -
             "tokens/trained": 0,
             "update/memory_halvings": job.memory_halvings,
         }
-    summary = {name: sum(step[name] for step in steps) / len(steps) for name in steps[0]}
+    summary = {
+        name: max(values) if name.endswith("/max") else sum(values) / len(values)
+        for name, values in ((name, [step[name] for step in steps]) for name in steps[0])
+    }
     summary |= {name: sum(step[name] for step in steps) for name in ("tokens/total", "tokens/trained")}
     return summary | {"update/steps": len(steps), "update/memory_halvings": job.memory_halvings}
 
@@ -68,6 +76,25 @@ def _with_rollouts(error: NonFiniteError, job: UpdateJob, workspace: Workspace) 
         keep(root_of(job.output), job.policy, f"the update {job.output} was not finite")
     rollouts = artifacts.resolve(job.scored).inputs["rollouts"]
     return NonFiniteError(f"{error}. Rollouts {rollouts.uri}, scored {job.scored.uri}")
+
+
+def _batches(
+    trainer: PolicyTrainer, rollouts: Rollouts, scores: Scores, job: UpdateJob
+) -> list[tuple[TrainBatch, dict[str, float]]]:
+    """The packed minibatches of an update, and how far trainer and generator differ on each if that is known.
+
+    All of it is fixed before the first step, so the trainer's log-probs are those of the policy the update starts from.
+    """
+    batches: list[tuple[TrainBatch, dict[str, float]]] = []
+    for members in _minibatches(rollouts, scores, job.minibatches):
+        row_tokens = learner.row_tokens(job, members)
+        batch = pack_sequences(members, row_tokens, aggregation=job.aggregation, max_tokens=job.max_tokens or None)
+        mismatch: dict[str, float] = {}
+        if job.proximal == "trainer":
+            logprobs = trainer.logprobs(batch, temperature=job.temperature)
+            batch, mismatch = with_proximal(batch, logprobs, job.correction)
+        batches.append((batch, mismatch))
+    return batches
 
 
 def _read(scored: Ref, workspace: Workspace) -> tuple[Rollouts, Scores]:

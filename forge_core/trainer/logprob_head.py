@@ -47,15 +47,17 @@ class LogprobHead(Linear):
 
 
 class TokenLogprobs(torch.autograd.Function):
-    """(log softmax(hidden @ weight.T / temperature)[labels], entropy of that softmax), both [n] float32.
+    """(log softmax(hidden @ weight.T / temperature)[labels], entropy of that softmax), both [n], float32 at least.
 
-    Entropy carries no gradient. Peak memory is a few chunks of CHUNK_ELEMENTS logits, whatever n is.
+    Peak memory is a few chunks of CHUNK_ELEMENTS logits, whatever n is. With p the softmax of the scores z, the
+    gradient of a log-probability in z is one_hot - p, and that of the entropy H is -p (log p + H). The latter costs
+    nothing unless it is asked for.
     """
 
     @staticmethod
     def forward(ctx, hidden: Tensor, weight: Tensor, labels: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
         logprobs, entropies, normalisers = (
-            torch.empty(len(labels), dtype=torch.float32, device=hidden.device) for _ in range(3)
+            torch.empty(len(labels), dtype=_precise(hidden), device=hidden.device) for _ in range(3)
         )
         for rows in _chunks(len(labels), weight.shape[0]):
             scores = _scores(hidden[rows], weight, temperature)  # [c, V]
@@ -63,21 +65,29 @@ class TokenLogprobs(torch.autograd.Function):
             logprobs[rows] = scores.gather(-1, labels[rows, None]).squeeze(-1) - normalisers[rows]
             probabilities = (scores - normalisers[rows, None]).exp_()
             entropies[rows] = normalisers[rows] - probabilities.mul_(scores).sum(-1)
-        ctx.save_for_backward(hidden, weight, labels, normalisers)
+        ctx.save_for_backward(hidden, weight, labels, normalisers, entropies)
         ctx.temperature = temperature
-        ctx.mark_non_differentiable(entropies)
+        ctx.set_materialize_grads(False)  # an output that the loss does not use has no gradient, rather than zeros
         return logprobs, entropies
 
     @staticmethod
     def backward(  # pyrefly: ignore [bad-override]
-        ctx, grad_logprobs: Tensor, _: Tensor
+        ctx, grad_logprobs: Tensor | None, grad_entropies: Tensor | None
     ) -> tuple[Tensor, Tensor, None, None]:
-        hidden, weight, labels, normalisers = ctx.saved_tensors
+        hidden, weight, labels, normalisers, entropies = ctx.saved_tensors
+        if grad_logprobs is None:
+            grad_logprobs = torch.zeros_like(normalisers)
         grad_hidden = torch.empty_like(hidden)
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32)  # float32: a sum over many chunks
+        grad_weight = torch.zeros_like(weight, dtype=_precise(weight))  # float32: a sum over many chunks
         for rows in _chunks(len(labels), weight.shape[0]):
             scale = (grad_logprobs[rows] / ctx.temperature)[:, None]
-            grad_scores = (_scores(hidden[rows], weight, ctx.temperature) - normalisers[rows, None]).exp_().mul_(-scale)
+            grad_scores = _scores(hidden[rows], weight, ctx.temperature).sub_(normalisers[rows, None])  # log p
+            if grad_entropies is None:
+                grad_scores.exp_().mul_(-scale)
+            else:
+                entropy_scale = (grad_entropies[rows] / ctx.temperature)[:, None]
+                probabilities = grad_scores.exp()
+                grad_scores.add_(entropies[rows, None]).mul_(entropy_scale).add_(scale).mul_(probabilities).neg_()
             grad_scores.scatter_add_(-1, labels[rows, None], scale)  # (one_hot - softmax) * scale
             grad_scores = grad_scores.to(hidden.dtype)
             grad_hidden[rows] = grad_scores @ weight
@@ -86,7 +96,11 @@ class TokenLogprobs(torch.autograd.Function):
 
 
 def _scores(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
-    return (hidden @ weight.T).float().div_(temperature)
+    return (hidden @ weight.T).to(_precise(hidden)).div_(temperature)
+
+
+def _precise(tensor: Tensor) -> torch.dtype:
+    return torch.promote_types(tensor.dtype, torch.float32)
 
 
 def _chunks(num_positions: int, vocab_size: int) -> list[slice]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,12 +23,12 @@ from torchtitan.protocols.state_dict_adapter import BaseStateDictAdapter
 
 from forge_core.batching import TrainBatch
 from forge_core.config import OptimizerConfig, TrainerConfig
-from forge_core.losses import LossInputs, LossOutput
 from forge_core.trainer import train_state, weights
 from forge_core.trainer.attention import find_documents
 from forge_core.trainer.device import DEVICE_TYPE, start_process_group, stop_process_group
 from forge_core.trainer.logprob_head import LogprobHead, TokenQuery
 from forge_core.trainer.models import PolicyShape, build_model_spec
+from forge_core.trainer.objective import Loss, objective
 from forge_core.trainer.token_sums import TokenSums
 from forge_core.trainer.torchtitan_config import (
     attention_config,
@@ -37,8 +36,6 @@ from forge_core.trainer.torchtitan_config import (
     lr_scheduler_config,
     optimizer_config,
 )
-
-Loss = Callable[[LossInputs], LossOutput]
 
 
 class NonFiniteError(ArithmeticError):
@@ -146,26 +143,27 @@ class PolicyTrainer(torchtitan.trainer.Trainer):
         weights.load_weights(self.model, self.adapter, hf_dir, is_tied=self.shape.is_tied)
 
     def train_step(  # pyrefly: ignore [bad-override]  our loop, not torchtitan's, calls it
-        self, batch: TrainBatch, loss: Loss, *, temperature: float = 1.0
+        self, batch: TrainBatch, loss: Loss, *, temperature: float = 1.0, entropy_coefficient: float = 0.0
     ) -> dict[str, float]:
         """One optimizer step on the whole batch; returns its metrics, equal on all ranks.
 
-        The loss is the sum over all trained tokens of all ranks divided by their number, so it does not depend on how
-        rows fall into micro-batches and ranks. A batch without trained tokens has loss 0 and gradient 0. Raises
-        NonFiniteError before the optimizer moves when the loss or the gradient norm is not finite.
+        The loss is the weighted sum over all trained tokens of all ranks (see `objective`). A batch without trained
+        tokens has loss 0 and gradient 0. Raises NonFiniteError before the optimizer moves when the loss or the gradient
+        norm is not finite.
         """
         self._check_batch(batch, temperature)
         if self.optimizer_settings.schedule != "constant" and self.step >= self.total_steps:
             raise ValueError(f"step {self.step} of a schedule of {self.total_steps}; open with a larger total_steps")
-        num_trained = max(1, int(batch.mask.sum()))
         own_rows = batch.for_rank(dist.get_rank(), dist.get_world_size())
-        sums = TokenSums(self.device)
+        sums = TokenSums(max(1, int(batch.mask.sum())))
         self.optimizers.zero_grad()
         for micro_batch in own_rows.micro_batches(self.config.training.local_batch_size):
-            self.forward_backward_step(micro_batch, loss, num_trained=num_trained, temperature=temperature, sums=sums)
+            self.forward_backward_step(
+                micro_batch, loss, temperature=temperature, entropy_coefficient=entropy_coefficient, sums=sums
+            )
         max_norm = self.optimizer_settings.max_grad_norm
         grad_norm = float(clip_grad_norm_(self.model.parameters(), max_norm, foreach=True))  # before clipping
-        metrics = sums.means(num_trained)
+        metrics = sums.reduce()
         self._check_finite(metrics["loss/policy"], grad_norm)
 
         metrics["learning_rate"] = self.optimizers.optimizers[0].param_groups[0]["lr"]
@@ -181,30 +179,15 @@ class PolicyTrainer(torchtitan.trainer.Trainer):
         }
 
     def forward_backward_step(  # pyrefly: ignore [bad-override]
-        self, micro_batch: TrainBatch, loss: Loss, *, num_trained: int, temperature: float, sums: TokenSums
+        self, micro_batch: TrainBatch, loss: Loss, *, temperature: float, entropy_coefficient: float, sums: TokenSums
     ) -> None:
         """Add the gradient of a micro-batch of this rank to the model's, and its per-token numbers to `sums`."""
         micro_batch = micro_batch.to(self.device)
-        mask = micro_batch.mask
         with self.train_context():
-            token_logprobs, token_entropies = self._query_tokens(micro_batch, temperature)  # [n], [n]
-            logprobs = torch.zeros(mask.shape, device=self.device).masked_scatter(mask, token_logprobs)  # [B, L]
-            output = loss(
-                LossInputs(
-                    logprobs=logprobs,
-                    generator_logprobs=torch.where(mask, micro_batch.generator_logprobs, 0.0),
-                    advantages=torch.where(mask, micro_batch.advantages, 0.0),
-                    mask=mask,
-                    sequence_ids=micro_batch.sequence_ids,
-                )
-            )
-            policy_loss = torch.where(mask, output.per_token, 0.0).sum() / num_trained
-            policy_loss.backward()
-        sums.add("loss/policy", output.per_token[mask])
-        sums.add("entropy/mean", token_entropies)
-        sums.add_gap("logprob_gap", (token_logprobs - micro_batch.generator_logprobs[mask]).abs())
-        for name, values in output.metrics.items():
-            sums.add(name, values[mask])
+            logprobs, entropies = self._query_tokens(micro_batch, temperature)  # [n], [n]
+            objective(
+                loss, micro_batch, logprobs, entropies, entropy_coefficient=entropy_coefficient, sums=sums
+            ).backward()
 
     def forward(self, micro_batch: TrainBatch) -> Tensor | tuple[Tensor, Tensor]:
         """What the output layer returns for rows on the trainer's device: logits [B, L, V], unless it holds a query."""

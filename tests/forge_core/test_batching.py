@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
@@ -95,3 +97,18 @@ def test_ranks_get_every_row_once_and_equally_many():
 def test_micro_batches_cover_the_batch_in_order():
     batch = pack_sequences([sequence(4) for _ in range(5)], 4)
     assert [piece.sequence_ids[:, 0].tolist() for piece in batch.micro_batches(2)] == [[0, 1], [2, 3], [4]]
+
+
+def test_more_ranks_than_rows_get_empty_rows():
+    batch = pack_sequences([sequence(4)], 4)
+    ranks = [batch.for_rank(rank, 4) for rank in range(4)]
+    assert [rank.num_rows for rank in ranks] == [1, 1, 1, 1]
+    assert [bool(rank.mask.any()) for rank in ranks] == [True, False, False, False]
+
+
+def test_what_a_batch_may_lack_is_padded_like_the_rest():
+    batch = pack_sequences([sequence(4)], 4)
+    assert batch.for_rank(1, 2).proximal_logprobs is None
+    whole = replace(batch, proximal_logprobs=batch.generator_logprobs, corrections=batch.mask.float())
+    assert whole.for_rank(0, 2).proximal_logprobs.tolist() == batch.generator_logprobs.tolist()
+    assert whole.for_rank(1, 2).corrections.tolist() == [[0, 0, 0, 0]]

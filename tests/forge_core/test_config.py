@@ -28,6 +28,15 @@ def refuse(changes: dict, message: str) -> None:
         ({"grpo": {"sampling": {"top_k": 5}}}, "top_k is 5; .*top_k=0"),
         ({"grpo": {"sampling": {"temperature": 0}}}, "temperature is 0; .* use 1.0"),
         ({"grpo": {"prompts_per_iteration": 2, "minibatches": 4}}, "minibatches is 4, more than prompts_per_iteration"),
+        ({"grpo": {"correction": {}}}, "correction is set and proximal is 'generator'; .* set proximal to 'trainer'"),
+        (
+            {"grpo": {"proximal": "trainer", "correction": {"low": 2, "high": 2}}},
+            "low is 2.0 and high is 2.0; low must",
+        ),
+        ({"grpo": {"aggregation": "mean"}}, r"grpo.aggregation\s+Input should be 'token_mean', 'sequence_mean' or"),
+        ({"grpo": {"epochs": 0}}, r"grpo.epochs\s+Input should be greater than or equal to 1"),
+        ({"grpo": {"entropy_coefficient": -0.1}}, r"grpo.entropy_coefficient\s+Input should be greater than or"),
+        ({"grpo": {"overlong": {"buffer_tokens": 32}}}, r"overlong.buffer_tokens is 32, more than .* \(16\)"),
         ({"trainer": {"dtype": "float16"}}, r"trainer.dtype\s+Input should be 'auto', 'float32' or 'bfloat16'"),
         ({"grpo": {"rewards": [{"fn": "exact_number", "timeout_seconds": 0}]}}, r"timeout_seconds\s+.* greater than 0"),
         ({"evals": [{"reward_timeout_seconds": -1}]}, r"reward_timeout_seconds\s+Input should be greater than 0"),
@@ -74,6 +83,22 @@ def test_every_shipped_config_loads_and_opens_with_its_command(path: Path):
     }
     load_config(path, models.get(path.stem, PostTrainConfig))
     assert path.read_text().startswith(("# python -m ", "# prefect deployment run ", "# make "))
+
+
+ALGORITHMS = CONFIGS / "algorithms"
+
+
+@pytest.mark.parametrize("path", sorted(ALGORITHMS.glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_algorithm_has_a_recipe_that_can_be_planned_and_opens_with_its_command(path: Path, tmp_path: Path):
+    config = load_config(path, PostTrainConfig).model_copy(update={"root": str(tmp_path)})
+    Plan(config, "run").check()
+    assert config.name == path.stem.replace("_", "-")
+    assert path.read_text().startswith(f"# python -m flows.post_train deployments/configs/algorithms/{path.name}\n")
+
+
+def test_there_is_a_recipe_for_each_algorithm():
+    recipes = {path.stem for path in ALGORITHMS.glob("*.yaml")}
+    assert recipes >= {"grpo", "dr_grpo", "dapo", "cispo", "gspo", "sapo", "rloo", "reinforce_pp", "simple_grpo"}
 
 
 def test_settings_cannot_be_changed_after_they_were_checked():

@@ -16,8 +16,8 @@ import pytest
 
 from forge_core import artifacts, listing, storage
 from forge_core.artifacts import ArtifactError, Ref
-from forge_core.config import RetentionConfig
 from forge_core.holds import Hold, held, hold, keep
+from forge_core.operation import RetentionConfig
 from forge_core.retention import prune
 
 REF = Ref(kind="policy", uri="memory://nowhere/run/policies/v0003", digest="d3")

@@ -9,10 +9,12 @@ from pathlib import Path
 import pytest
 
 from forge_core.artifacts import Ref
-from forge_core.config import FunctionConfig, PostTrainConfig, RewardConfig, TimeLimitsConfig, WarmthConfig
+from forge_core.config import FunctionConfig, OptimizerConfig, OverlongConfig, PostTrainConfig, RewardConfig
 from forge_core.faults import Fault, FaultPlan, faults_for
 from forge_core.jobs import StageJob
+from forge_core.operation import TimeLimitsConfig, WarmthConfig
 from forge_core.plan import Plan
+from forge_core.update_config import CorrectionConfig, UpdateConfig
 from tests.pipeline import tiny_config
 
 POLICY = Ref(kind="policy", uri="file:///a/policies/v0001", digest="1" * 64)
@@ -55,6 +57,14 @@ def run(**changes) -> Callable[[PostTrainConfig], PostTrainConfig]:
         (grpo(loss=FunctionConfig(fn="grpo", kwargs={"clip_low": 0.1})), {"update"}),
         (grpo(rewards=(RewardConfig(fn="exact_number", weight=2.0),)), {"score"}),
         (grpo(minibatches=1), {"update"}),
+        (grpo(epochs=2), {"update"}),
+        (grpo(aggregation="sequence_mean"), {"update"}),
+        (grpo(aggregation="fixed_horizon"), {"update"}),
+        (grpo(proximal="trainer"), {"update"}),
+        (grpo(proximal="trainer", correction=CorrectionConfig(high=3.0)), {"update"}),
+        (grpo(entropy_coefficient=0.01), {"update"}),
+        (grpo(overlong=OverlongConfig(buffer_tokens=2)), {"score"}),
+        (grpo(drop_truncated=True), {"score"}),
         (grpo(group_size=8), {"rollout"}),
         (run(seed=1), {"start", "sft", "rollout", "update", "evaluate"}),
         # Where, how often, how long and how warm: nothing of that decides a result.
@@ -70,6 +80,28 @@ def run(**changes) -> Callable[[PostTrainConfig], PostTrainConfig]:
 )
 def test_a_setting_changes_the_jobs_that_it_decides_and_no_other(change, expected: set[str], tmp_path: Path):
     assert changed_stages(change, tmp_path) == expected
+
+
+def test_an_update_carries_every_setting_of_how_it_learns(tmp_path: Path):
+    changes = {
+        "loss": FunctionConfig(fn="cispo"),
+        "aggregation": "fixed_horizon",
+        "minibatches": 4,
+        "epochs": 3,
+        "proximal": "trainer",
+        "correction": CorrectionConfig(method="mask", low=0.5, high=5.0),
+        "entropy_coefficient": 0.02,
+    }
+    assert changes.keys() == UpdateConfig.model_fields.keys()
+    update = jobs(grpo(**changes)(tiny_config(str(tmp_path))))["update"]
+    assert {name: getattr(update, name) for name in changes} == changes
+    assert update.max_tokens == 4  # sampling.max_tokens, the horizon
+
+
+def test_a_schedule_counts_every_step_of_every_epoch(tmp_path: Path):
+    optimizer = OptimizerConfig(schedule="linear")
+    config = grpo(num_iterations=3, minibatches=2, epochs=4, optimizer=optimizer)(tiny_config(str(tmp_path)))
+    assert jobs(config)["update"].total_steps == 24
 
 
 def test_what_a_job_carries_for_one_attempt_is_not_part_of_it(tmp_path: Path):

@@ -11,8 +11,8 @@ import pytest
 
 from forge_core import artifacts, listing, storage
 from forge_core.artifacts import ArtifactError
-from forge_core.config import RetentionConfig
 from forge_core.holds import hold
+from forge_core.operation import RetentionConfig
 from forge_core.publication import publish
 from forge_core.retention import prune
 from tests.prunable_runs import KEEP_ONE, is_stored, policy, store_run, stored_policies

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from forge_core.config import RetentionConfig
+from forge_core.operation import RetentionConfig
 from forge_core.retention_rules import Version, to_prune
 
 KEEP_ONE = RetentionConfig(keep_last=1)

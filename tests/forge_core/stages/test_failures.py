@@ -11,8 +11,9 @@ from safetensors.torch import load_file
 
 from forge_core import storage
 from forge_core.artifacts import Manifest, read_manifest
-from forge_core.config import PostTrainConfig, TimeLimitsConfig, WarmthConfig
+from forge_core.config import PostTrainConfig
 from forge_core.faults import Fault, FaultPlan
+from forge_core.operation import TimeLimitsConfig, WarmthConfig
 from forge_core.plan import Plan
 from tasks.failures import StageStoppedError
 from tasks.processes import stage_processes

@@ -11,10 +11,11 @@ import torch
 
 from forge_core import artifacts
 from forge_core.artifacts import Ref
-from forge_core.config import FunctionConfig, RewardConfig
+from forge_core.config import FunctionConfig, OverlongConfig, RewardConfig
 from forge_core.examples import Example, Message
 from forge_core.generator import Completion
 from forge_core.jobs import ScoreJob
+from forge_core.rewards.overlong import overlong_penalties
 from forge_core.rewards.pool import RewardPool
 from forge_core.rollouts import Rollouts, RolloutTexts, Scores
 from forge_core.stages import evaluate, score
@@ -144,3 +145,56 @@ def test_pass_at_k_counts_draws_without_replacement():
     assert [pass_at_k(4, 1, k) for k in (1, 2, 4)] == [0.25, 0.5, 1.0]
     with pytest.raises(ValueError, match="at least 5 samples"):
         pass_at_k(4, 1, 5)
+
+
+def compared(lengths: list[int], rewards: list[float], *, finish: list[str] | None = None, **settings):
+    """Scores and counts of completions of these lengths and rewards, two to a group."""
+    count = len(lengths)
+    rollouts = Rollouts(
+        token_ids=torch.zeros(sum(lengths) + count, dtype=torch.int64),
+        generator_logprobs=torch.zeros(sum(lengths) + count),
+        offsets=torch.tensor([0, *lengths]).cumsum(0) + torch.arange(count + 1),
+        prompt_lengths=torch.ones(count, dtype=torch.int64),
+        group_ids=torch.arange(count) // 2,
+        texts=tuple(RolloutTexts(EXAMPLE, "", reason) for reason in finish or ["stop"] * count),
+    )
+    job = ScoreJob(
+        output="memory://scored",
+        rollouts=Ref(kind="rollouts", uri="memory://rollouts", digest="0" * 64),
+        rewards=(RewardConfig(fn="mine:reward"),),
+        advantage=FunctionConfig(fn="group_mean"),
+        source_sha256={},
+        **settings,
+    )
+    return score.compare(rollouts, torch.tensor(rewards)[:, None], job)
+
+
+def test_overlong_completions_lose_reward_from_the_start_of_the_buffer_to_the_limit():
+    # Limit 100, buffer 20: nothing up to 80, then 1/20 a token, never more than 1.
+    lengths = torch.tensor([1, 80, 81, 90, 100, 120])
+    found = overlong_penalties(lengths, max_tokens=100, buffer_tokens=20)
+    torch.testing.assert_close(found, torch.tensor([0, 0, -0.05, -0.5, -1, -1]))
+
+
+def test_the_overlong_penalty_is_part_of_the_total_and_of_the_advantages():
+    overlong = OverlongConfig(buffer_tokens=4, penalty=0.5)
+    scores, counts = compared([6, 8, 10, 3], [1.0, 1, 0, 0], overlong=overlong, max_tokens=10)
+    assert scores.total.tolist() == [1.0, 0.75, -0.5, 0.0]
+    assert scores.rewards[:, 0].tolist() == [1, 1, 0, 0]
+    assert scores.advantages.tolist() == [0.125, -0.125, -0.25, 0.25]
+    assert counts["reward/overlong_penalty"] == pytest.approx((-0.25 - 0.5) / 4)
+
+
+def test_truncated_completions_are_dropped_as_if_they_had_not_been_sampled_and_counted():
+    # As long as one that was cut off, but ended by itself: it stays.
+    finish = ["stop", "stop", "length", "stop", "length", "length"]
+    scores, counts = compared([4, 4, 4, 4, 4, 4], [1.0, 0, 1, 0, 1, 0], finish=finish, drop_truncated=True)
+    assert scores.keep.tolist() == [True, True, False, False, False, False]
+    assert scores.advantages.tolist() == [0.5, -0.5, 0, 0, 0, 0]
+    assert (counts["completion/dropped_truncated"], counts["groups/without_valid_completion"]) == (3, 1)
+
+
+def test_truncated_completions_stay_unless_told_otherwise():
+    scores, counts = compared([4, 4], [1.0, 0], finish=["length", "length"])
+    assert scores.keep.tolist() == [True, True]
+    assert "completion/dropped_truncated" not in counts

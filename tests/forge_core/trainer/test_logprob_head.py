@@ -41,6 +41,43 @@ def test_values_and_gradients_equal_the_plain_formula(chunk_tokens, temperature,
     torch.testing.assert_close(gradients, expected_gradients, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("chunk_tokens", [2, 64])
+def test_gradients_of_log_probs_and_entropies_pass_gradcheck(chunk_tokens, monkeypatch):
+    monkeypatch.setattr(logprob_head, "CHUNK_ELEMENTS", chunk_tokens * 7)
+    hidden, weight, labels, _ = inputs(5, 7, 3)
+    hidden, weight = (tensor.detach().double().requires_grad_() for tensor in (hidden, weight))
+
+    def head(hidden, weight):
+        return TokenLogprobs.apply(hidden, weight, labels, 0.7)
+
+    assert torch.autograd.gradcheck(head, (hidden, weight))
+    assert torch.autograd.gradcheck(lambda *tensors: head(*tensors)[1], (hidden, weight))
+
+
+def test_the_gradient_of_the_entropy_equals_the_plain_formula():
+    hidden, weight, labels, upstream = inputs(20, 11, 8)
+    _, expected = plain(hidden, weight, labels, 0.6)
+    _, entropies = TokenLogprobs.apply(hidden, weight, labels, 0.6)
+    gradients = [torch.autograd.grad(value @ upstream, (hidden, weight)) for value in (entropies, expected)]
+    torch.testing.assert_close(gradients[0], gradients[1], atol=1e-5, rtol=1e-5)
+
+
+def test_the_log_probs_alone_cost_what_they_did_before_the_entropy_had_a_gradient(monkeypatch):
+    """One chunk: a softmax of the whole chunk is held once more only where the entropy is part of the loss."""
+    hidden, weight, labels, upstream = inputs(100, 1000, 4)
+
+    def peak(with_entropy: bool) -> int:
+        logprobs, entropies = TokenLogprobs.apply(hidden, weight, labels, 1.0)
+        loss = logprobs @ upstream + (entropies.sum() if with_entropy else 0.0)
+        with PeakMemory() as memory:
+            torch.autograd.grad(loss, (hidden, weight))
+        return memory.peak
+
+    chunk_bytes = 4 * 100 * 1000
+    assert peak(False) < 2.5 * chunk_bytes
+    assert peak(True) >= peak(False) + 0.9 * chunk_bytes
+
+
 def test_no_token_at_all_has_an_empty_result_and_a_zero_gradient():
     hidden, weight, labels, _ = inputs(0, 11, 8)
     logprobs, entropies = TokenLogprobs.apply(hidden, weight, labels, 1.0)

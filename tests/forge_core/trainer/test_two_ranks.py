@@ -17,11 +17,12 @@ from forge_core.batching import pack_sequences
 from forge_core.config import OptimizerConfig, TrainerConfig
 from forge_core.losses import grpo
 from forge_core.trainer.policy_trainer import PolicyTrainer
+from tests.forge_core.trainer.two_ranks import gspo_step
 
 REPOSITORY = Path(__file__).parents[3]
 TRAINER = {"row_tokens": 32, "micro_batch_rows": 2}
 OPTIMIZER = {"learning_rate": 1e-2, "schedule": "linear", "warmup_steps": 1, "weight_decay": 0.1}
-TOTAL_STEPS = 4
+TOTAL_STEPS = 6
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,7 @@ class Runs:
     one: list[dict[str, float]]
     two: dict[int, dict]  # rank -> results
     logprobs: torch.Tensor
+    gspo: dict[str, float]
 
 
 @pytest.fixture(scope="module")
@@ -53,9 +55,10 @@ def runs(tmp_path_factory, policy_dirs, make_sequences) -> Runs:
         metrics = [trainer.train_step(batch, grpo) for _ in range(2)]
         trainer.save_train_state(out / "one_rank_state")
         metrics += [trainer.train_step(batch, grpo) for _ in range(2)]
+        of_gspo = gspo_step(trainer, sequences, TRAINER["row_tokens"])
     finally:
         trainer.close()
-    return Runs(out, metrics, _launch(out, policy, sequences), logprobs)
+    return Runs(out, metrics, _launch(out, policy, sequences), logprobs, of_gspo)
 
 
 def _launch(out: Path, policy: Path, sequences) -> dict[int, dict]:
@@ -100,6 +103,11 @@ def test_ranks_hold_unequal_numbers_of_trained_tokens(sequences):
 def test_two_ranks_have_the_metrics_of_one(runs):
     for one, two in zip(runs.one, runs.two[0]["metrics"], strict=True):
         assert two == pytest.approx(one, abs=1e-5, rel=1e-4)
+
+
+def test_two_ranks_agree_with_one_on_sequence_ratios_corrections_and_entropy(runs):
+    assert runs.gspo["sequence_ratio/max"] > 1
+    assert runs.two[0]["gspo"] == pytest.approx(runs.gspo, abs=1e-5, rel=1e-3)
 
 
 def test_both_ranks_report_the_same(runs):

@@ -16,13 +16,24 @@ from safetensors.torch import save_file
 
 from forge_core.batching import TrainSequence, pack_sequences
 from forge_core.config import OptimizerConfig, TrainerConfig
-from forge_core.losses import LossInputs, LossOutput, grpo
+from forge_core.corrections import with_proximal
+from forge_core.losses import LossInputs, LossOutput, grpo, gspo
 from forge_core.trainer.policy_trainer import NonFiniteError, PolicyTrainer
+from forge_core.update_config import CorrectionConfig
 
 
 def poisoned(inputs: LossInputs) -> LossOutput:
     """NaN on the first sequence alone, so that one rank sees it and the other does not."""
     return LossOutput(torch.where(inputs.sequence_ids == 0, float("nan"), inputs.logprobs))
+
+
+def gspo_step(trainer: PolicyTrainer, sequences: list[TrainSequence], row_tokens: int) -> dict[str, float]:
+    """A step that uses everything that is computed over the whole batch before it is dealt to ranks."""
+    batch = pack_sequences(sequences, row_tokens, aggregation="sequence_mean")
+    correction = CorrectionConfig(level="sequence", high=1.5)
+    batch, mismatch = with_proximal(batch, trainer.logprobs(batch), correction)
+    # The policy has moved since: two steps, so that the second one has a ratio.
+    return [trainer.train_step(batch, gspo, entropy_coefficient=0.05) for _ in range(2)][1] | mismatch
 
 
 def main(scenario: dict, out: Path) -> None:
@@ -54,6 +65,7 @@ def main(scenario: dict, out: Path) -> None:
     trainer.save_train_state(out / "two_rank_state")
     results["metrics"] += [trainer.train_step(batch, grpo) for _ in range(2)]
     trainer.export_hf(out / "export", Path(scenario["policy"]))
+    results["gspo"] = gspo_step(trainer, sequences, trainer_config.row_tokens)
     trainer.close()
 
     trainer = open_trainer()
