@@ -14,8 +14,9 @@ from flows.replay import replay
 from flows.rescore import rescore
 from forge_core import storage
 from forge_core.again import BranchConfig, RedoConfig, ReplayConfig, RescoreConfig
-from forge_core.artifacts import ArtifactError, Manifest, read_manifest
+from forge_core.artifacts import ArtifactError, Manifest, is_pruned, read_manifest
 from forge_core.config import FunctionConfig, PostTrainConfig, RewardConfig
+from forge_core.operation import RetentionConfig
 from forge_core.plan import Plan
 from tests.pipeline import policies, tiny_config, weights_sha256
 
@@ -103,3 +104,17 @@ def test_another_loss_reuses_sft_and_another_reward_reuses_rollouts(source: Post
         assert not is_reused(run_id, "policies/v0002")
     assert is_reused("other-loss", "scored/v0001")
     assert not is_reused("other-reward", "scored/v0001")
+
+
+def test_a_pruned_run_goes_on_and_every_update_can_still_be_recomputed(source: PostTrainConfig):
+    grpo = source.grpo.model_copy(update={"num_iterations": 4, "checkpoint_every": 1})
+    config = source.model_copy(update={"grpo": grpo, "retention": RetentionConfig(keep_last=1)})
+    post_train(config, run_id="pruned")
+    run_uri = Plan(config, "pruned").run_uri
+    pruned = [manifest.uri[-5:] for manifest in policies(Plan(config, "pruned")) if is_pruned(manifest.uri)]
+    # Left: the start, what the updates began from, and the versions of the two newest train states.
+    assert pruned == ["v0002", "v0003"]
+    rows = replay(ReplayConfig(run=run_uri))
+    assert [row["is equal"] for row in rows] == [True] * 4
+    post_train(config.model_copy(update={"grpo": grpo.model_copy(update={"num_iterations": 5})}), run_id="pruned")
+    assert artifact(config, "pruned", "policies/v0006").job["stage"] == "update"
