@@ -8,7 +8,7 @@ import re
 import fsspec
 
 from forge_core import storage
-from forge_core.artifacts import read_manifest
+from forge_core.artifacts import ArtifactError, is_pruned, read_manifest
 
 # org/name with an optional branch, tag or commit, the form huggingface_hub accepts.
 HF_URI = re.compile(r"^hf://(?P<repo>[\w.-]+/[\w.-]+)(@(?P<revision>[\w./-]+))?$")
@@ -58,10 +58,21 @@ def _check_content(uri: str) -> None:
     if uri.endswith(".gguf"):
         if not fs.isfile(path):
             raise policy_error(uri, "does not exist or is not a file", "check the path and the credentials")
-    elif (manifest := read_manifest(uri)) is not None:
-        if manifest.kind != "policy":
-            raise policy_error(uri, f"is an artifact of kind {manifest.kind}", "give a policy version, policies/v0003")
+    elif storage.exists(f"{uri}/manifest.json"):
+        _check_artifact(uri)
     elif not fs.exists(path):
         raise policy_error(uri, "does not exist", f"check the path and the credentials, or use {SUPPORTED_URIS}")
     elif not storage.exists(f"{uri}/config.json"):
         raise policy_error(uri, "has no config.json", "give a directory written by save_pretrained, or a .gguf file")
+
+
+def _check_artifact(uri: str) -> None:
+    remedy = "give a policy version of a run, {root}/{run_id}/policies/v0003"
+    try:
+        manifest = read_manifest(uri)
+    except ArtifactError as error:
+        raise policy_error(uri, "has a manifest.json that is not of an artifact", remedy) from error
+    if manifest is None or manifest.kind != "policy":
+        raise policy_error(uri, "is an artifact, but not a policy", remedy)
+    if is_pruned(uri):
+        raise policy_error(uri, "was pruned by retention", "give a version whose files are left, or replay the run")

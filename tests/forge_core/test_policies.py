@@ -159,12 +159,6 @@ def test_directory_without_config_is_refused(source):
         validate_policy_uri(str(source))
 
 
-def test_manifest_directory_is_refused_with_a_pointer_to_the_policy_in_it(source):
-    (source / "config.json").rename(source / "manifest.json")
-    with pytest.raises(ValueError, match="give the hf directory"):
-        validate_policy_uri(str(source))
-
-
 def test_uri_check_imports_neither_torch_nor_transformers(source):
     code = (
         "import sys; from forge_core.policy_uri import validate_policy_uri; "

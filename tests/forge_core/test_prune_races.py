@@ -106,7 +106,7 @@ def test_a_reader_that_comes_after_the_mark_is_refused(memory: str, monkeypatch:
     assert storage.list_names(f"{memory}/holds/{ref.digest}") == []
 
 
-def test_a_policy_that_is_published_while_it_is_marked_is_kept(memory: str, monkeypatch: pytest.MonkeyPatch):
+def test_a_policy_that_is_marked_cannot_be_published_any_more(memory: str, monkeypatch: pytest.MonkeyPatch):
     plan = store_run(memory)
     ref = policy(plan, 3).ref
     create = storage.create_exclusive
@@ -114,8 +114,10 @@ def test_a_policy_that_is_published_while_it_is_marked_is_kept(memory: str, monk
     def publisher_first(uri: str, data: bytes) -> None:
         create(uri, data)
         if uri == f"{ref.uri}/pruned.json":
-            publish(memory, "name", ref, run_id="run", metrics={})
+            with pytest.raises(ArtifactError, match="pruned"):
+                publish(memory, "name", ref, run_id="run", metrics={})
 
     monkeypatch.setattr(storage, "create_exclusive", publisher_first)
-    assert prune(plan.run_uri, KEEP_ONE).kept["policies/v0003"] == "published as name"
-    assert is_stored(ref)
+    prune(plan.run_uri, KEEP_ONE)
+    assert not is_stored(ref)
+    assert storage.list_names(f"{memory}/published") == []  # no pointer to what is gone
