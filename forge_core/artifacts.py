@@ -151,9 +151,13 @@ def _fetch_files(manifest: Manifest, cached: Path) -> Path:
         _verify(manifest, local)
         return local
     partial = cached.with_name(f"{manifest.digest}.{secrets.token_hex(4)}")
-    for record in manifest.files:
-        storage.download(f"{manifest.files_uri}/{record.path}", partial / record.path)
-    _verify(manifest, partial)
+    try:
+        for record in manifest.files:
+            storage.download(f"{manifest.files_uri}/{record.path}", partial / record.path)
+        _verify(manifest, partial)
+    except BaseException:  # a full disk must not stay full of what nobody will look for
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
     try:
         partial.rename(cached)
     except OSError:  # another process on this machine fetched the same digest first

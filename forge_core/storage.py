@@ -6,8 +6,8 @@ environment (AWS_ACCESS_KEY_ID, AWS_ENDPOINT_URL_S3, ...), never from a URI.
 
 from __future__ import annotations
 
-import errno
 import hashlib
+import math
 import os
 import re
 import secrets
@@ -20,7 +20,11 @@ import fsspec
 from fsspec.spec import AbstractFileSystem
 
 from forge_core.faults import struck
-from forge_core.storage_errors import persist, server_code
+from forge_core.storage_errors import naming_full_disk, persist, server_code
+
+PART_BYTES = 50 * 2**20  # of an upload in parts: files of twice that size and more; S3 wants 5 MiB or more
+_MAX_PARTS = 10_000
+_PART_SENDS = 3  # one part that fails must not cost the whole file
 
 T = TypeVar("T")
 
@@ -40,15 +44,24 @@ def absolute_uri(uri: str | Path) -> str:
     return Path(text).expanduser().absolute().as_uri()
 
 
-def filesystem(uri: str) -> tuple[AbstractFileSystem, str]:
+def filesystem(uri: str, *, sends: int | None = None) -> tuple[AbstractFileSystem, str]:
     """The filesystem of a URI and the path in it.
 
-    Listing caches are off: s3fs never expires them, so a reader would not see what another process has written.
+    Listing caches are off: s3fs never expires them, so a reader would not see what another process has written. An S3
+    request that fails is sent `sends` times; None leaves that to s3fs and botocore, whose retries multiply (25 times).
     """
     uri = absolute_uri(uri)
-    if uri.startswith("s3://"):
+    if not uri.startswith("s3://"):
+        return fsspec.core.url_to_fs(uri)
+    for name in ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"):
+        if "@" in os.environ.get(name, ""):
+            raise ValueError(f"{name} holds credentials (user:secret@...); put them in AWS_ACCESS_KEY_ID, ...")
+    if sends is None:
         return fsspec.core.url_to_fs(uri, use_listings_cache=False)
-    return fsspec.core.url_to_fs(uri)
+    retries = {"retries": {"total_max_attempts": sends}}
+    fs, path = fsspec.core.url_to_fs(uri, use_listings_cache=False, config_kwargs=retries)
+    fs.retries = 1  # s3fs has a loop of its own around botocore's
+    return fs, path
 
 
 def local_path(uri: str) -> Path | None:
@@ -71,7 +84,7 @@ def read_bytes(uri: str) -> bytes:
 
 def exists(uri: str) -> bool:
     """Whether an object exists (asked of the object itself, not of a listing)."""
-    return _operate("read", uri, lambda fs, path: fs.exists(path))
+    return _operate("read", uri, lambda fs, path: _ask(fs, path, fs.exists))
 
 
 def size(uri: str) -> int | None:
@@ -79,7 +92,7 @@ def size(uri: str) -> int | None:
 
     def measure(fs: AbstractFileSystem, path: str) -> int | None:
         try:
-            return int(fs.info(path)["size"])
+            return int(_ask(fs, path, fs.info)["size"])
         except FileNotFoundError:
             return None
 
@@ -113,12 +126,12 @@ def write_atomic(uri: str, data: bytes) -> None:
 
 
 def create_exclusive(uri: str, data: bytes) -> None:
-    """Write an object that must not exist yet; raises FileExistsError when it does. One of many writers wins."""
-    num_attempts = 0
+    """Write an object that must not exist yet; raises FileExistsError when it does. One of many writers wins.
+
+    An object with these very bytes counts as this writer's own, so `data` must hold something that no other writer has.
+    """
 
     def create(fs: AbstractFileSystem, path: str) -> None:
-        nonlocal num_attempts
-        num_attempts += 1
         struck("create", uri)
         try:
             _create_once(fs, path, data)
@@ -126,8 +139,9 @@ def create_exclusive(uri: str, data: bytes) -> None:
             is_taken = isinstance(error, FileExistsError) or server_code(error) == "PreconditionFailed"
             if not is_taken:
                 raise
-            # An earlier attempt whose answer was lost may have been the one that won.
-            if num_attempts == 1 or fs.cat_file(path) != data:
+            # A request whose answer was lost may have been the one that won. aiohttp by itself repeats a PUT on a
+            # connection that broke, so this may be the first answer seen here.
+            if not _holds(fs, path, data):
                 raise FileExistsError(uri) from error
 
     _operate("create", uri, create)
@@ -151,8 +165,7 @@ def require_exclusive_create(root: str, *, single_writer: bool = False) -> None:
     except FileExistsError:
         is_exclusive = True
     finally:
-        fs, path = filesystem(probe)
-        fs.rm_file(path)
+        _operate("delete", probe, lambda fs, path: fs.rm_file(path))
     if not is_exclusive and not single_writer:
         raise ValueError(
             f"root is {root}, a store that overwrites on create-only writes (If-None-Match is ignored); use a store "
@@ -162,18 +175,24 @@ def require_exclusive_create(root: str, *, single_writer: bool = False) -> None:
 
 def upload(local: Path, uri: str) -> None:
     """Copy one local file to an object."""
+    num_bytes = local.stat().st_size
 
     def put(fs: AbstractFileSystem, path: str) -> None:
         outcome = struck("upload", uri)
         if outcome == "lose":
             return
-        if "file" in _protocols(fs):
+        if "s3" in _protocols(fs):
+            fs.put_file(str(local), path, chunksize=max(PART_BYTES, math.ceil(num_bytes / _MAX_PARTS)))
+        elif "file" in _protocols(fs):
             Path(path).parent.mkdir(parents=True, exist_ok=True)
-        fs.put_file(str(local), path)
+            with naming_full_disk(Path(path)):
+                fs.put_file(str(local), path)
+        else:
+            fs.put_file(str(local), path)
         if outcome == "tear":
-            fs.pipe_file(path, local.read_bytes()[: local.stat().st_size // 2])
+            fs.pipe_file(path, local.read_bytes()[: num_bytes // 2])
 
-    _operate("upload", uri, put)
+    _operate("upload", uri, put, sends=_PART_SENDS if num_bytes >= 2 * PART_BYTES else 1)
 
 
 def download(uri: str, local: Path) -> None:
@@ -182,7 +201,8 @@ def download(uri: str, local: Path) -> None:
     def get(fs: AbstractFileSystem, path: str) -> None:
         struck("download", uri)
         local.parent.mkdir(parents=True, exist_ok=True)
-        fs.get_file(path, str(local))
+        with naming_full_disk(local):
+            fs.get_file(path, str(local))
 
     _operate("download", uri, get)
 
@@ -211,9 +231,28 @@ def sha256_file(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _operate(operation: str, uri: str, call: Callable[[AbstractFileSystem, str], T]) -> T:
+def _operate(operation: str, uri: str, call: Callable[[AbstractFileSystem, str], T], *, sends: int = 1) -> T:
     """The result of `call(filesystem, path)`, tried again while the store is unavailable."""
-    return persist(operation, uri, lambda: call(*filesystem(uri)), on_expired=lambda: _forget_credentials(uri))
+    return persist(
+        operation, uri, lambda: call(*filesystem(uri, sends=sends)), on_expired=lambda: _forget_credentials(uri)
+    )
+
+
+def _ask(fs: AbstractFileSystem, path: str, question: Callable[[str], T]) -> T:
+    """The answer to a question about an object."""
+    try:
+        return question(path)
+    except OSError as error:
+        if server_code(error) in ("400", "403"):
+            fs.cat_file(path, start=0, end=1)  # the answer to a HEAD has no body to say why; the answer to this has
+        raise
+
+
+def _holds(fs: AbstractFileSystem, path: str, data: bytes) -> bool:
+    try:
+        return fs.cat_file(path) == data
+    except FileNotFoundError:  # its writer has withdrawn it meanwhile
+        return False
 
 
 def _forget_credentials(uri: str) -> None:
@@ -237,17 +276,10 @@ def _create_once(fs: AbstractFileSystem, path: str, data: bytes) -> None:
 def _write_pending(path: Path, data: bytes) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     pending = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    try:
-        with pending.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-    except OSError as error:
-        pending.unlink(missing_ok=True)
-        if error.errno == errno.ENOSPC:
-            remedy = "no space left on the device; free some, or set root to another place"
-            raise OSError(errno.ENOSPC, remedy, str(path)) from error
-        raise
+    with naming_full_disk(pending), pending.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
     return pending
 
 

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import re
 import socket
 import struct
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Self
 from urllib.parse import urlsplit
+
+import pytest
+from s3fs import S3FileSystem
 
 _ERROR = (
     "<?xml version='1.0'?><Error><Code>{code}</Code><Message>by the proxy</Message><RequestId>1</RequestId></Error>"
@@ -25,7 +29,8 @@ class Trouble:
     """What happens to the next `times` requests that match.
 
     `kind`: answer with `status` and `code`; `reset` the connection before the server has seen the request, or
-    `reset_after` it has; `delay` by `seconds`; `swallow` the request and report success.
+    `reset_after` it has; `delay` by `seconds`; `swallow` the request and report success; `truncate` its body to half
+    and store that; `cut` the answer's body in half; `hang` until the proxy ends.
     """
 
     kind: str
@@ -53,6 +58,8 @@ class S3Proxy:
 
     def __init__(self, target: str) -> None:
         self.troubles: list[Trouble] = []
+        self.seen: list[str] = []  # "PUT /bucket/key?query"
+        self.struck, self.closing = threading.Event(), threading.Event()
         self._lock = threading.Lock()
         proxy = self
 
@@ -71,15 +78,30 @@ class S3Proxy:
 
     def trouble(self, method: str, path: str, headers: dict[str, str]) -> Trouble | None:
         with self._lock:
-            return next((one for one in self.troubles if one.matches(method, path, headers)), None)
+            self.seen.append(f"{method} {path}")
+            found = next((one for one in self.troubles if one.matches(method, path, headers)), None)
+        if found:
+            self.struck.set()
+        return found
 
     def __enter__(self) -> Self:
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.closing.set()
         self._server.shutdown()
         self._server.server_close()
+
+
+@contextlib.contextmanager
+def proxied(target: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Proxy]:
+    """A proxy before `target` to which this process's S3 requests go; s3fs caches connections by arguments only."""
+    with S3Proxy(target) as proxy:
+        monkeypatch.setenv("AWS_ENDPOINT_URL_S3", proxy.url)
+        S3FileSystem.clear_instance_cache()
+        yield proxy
+        S3FileSystem.clear_instance_cache()
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -97,14 +119,17 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(trouble.status, {"Content-Type": "application/xml"}, _ERROR.format(code=trouble.code).encode())
         elif kind == "swallow":
             self._answer(200, {"ETag": '"0"'}, b"")
+        elif kind == "hang":
+            self.owner.closing.wait()
+            self._reset()
         elif kind == "reset":
             self._reset()
         else:
-            status, headers, content = self._forward(body)
+            status, headers, content = self._forward(body[: len(body) // 2] if kind == "truncate" else body)
             if kind == "reset_after":
                 self._reset()
             else:
-                self._answer(status, headers, content)
+                self._answer(status, headers, content, is_cut=kind == "cut")
 
     do_GET = do_PUT = do_HEAD = do_POST = do_DELETE = do
 
@@ -134,7 +159,7 @@ class _Handler(BaseHTTPRequestHandler):
         connection.close()
         return response.status, answered, content
 
-    def _answer(self, status: int, headers: dict[str, str], content: bytes) -> None:
+    def _answer(self, status: int, headers: dict[str, str], content: bytes, *, is_cut: bool = False) -> None:
         self.send_response(status)
         if self.command != "HEAD":
             headers = {name: value for name, value in headers.items() if name.lower() != "content-length"}
@@ -143,7 +168,9 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_header(name, value)
         self.end_headers()
         if self.command != "HEAD":
-            self.wfile.write(content)
+            self.wfile.write(content[: len(content) // 2] if is_cut else content)
+        if is_cut:
+            self._reset()
 
     def _reset(self) -> None:
         self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
