@@ -13,11 +13,14 @@ import functools
 import hashlib
 import importlib
 import importlib.util
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
 from forge_core.config import FunctionConfig
+
+PARSE_ATTEMPTS = 10
 
 Role = Literal["reward", "advantage", "loss", "dataset"]
 
@@ -118,8 +121,17 @@ def _locate(full_name: str, role: Role) -> tuple[Path, str]:
 
 def _definition(full_name: str, role: Role) -> ast.FunctionDef:
     path, function_name = _locate(full_name, role)
-    functions = {node.name: node for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef)}
+    functions = {node.name: node for node in _parse(path.read_text()).body if isinstance(node, ast.FunctionDef)}
     if function_name not in functions:
         close = difflib.get_close_matches(function_name, functions, n=3) or sorted(functions)
         raise ValueError(f"{role} is {full_name!r}, but {path} defines no such function; it has {', '.join(close)}")
     return functions[function_name]
+
+
+def _parse(source: str) -> ast.Module:
+    for _ in range(PARSE_ATTEMPTS):
+        try:
+            return ast.parse(source)
+        except SystemError:  # CPython 3.11 counts the depth of all threads that parse together (python/cpython#106905)
+            time.sleep(0.01)
+    return ast.parse(source)

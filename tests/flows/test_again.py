@@ -111,9 +111,10 @@ def test_a_pruned_run_goes_on_and_every_update_can_still_be_recomputed(source: P
     config = source.model_copy(update={"grpo": grpo, "retention": RetentionConfig(keep_last=1)})
     post_train(config, run_id="pruned")
     run_uri = Plan(config, "pruned").run_uri
-    pruned = [manifest.uri[-5:] for manifest in policies(Plan(config, "pruned")) if is_pruned(manifest.uri)]
-    # Left: the start, what the updates began from, and the versions of the two newest train states.
-    assert pruned == ["v0002", "v0003"]
+    pruned = {manifest.uri[-5:] for manifest in policies(Plan(config, "pruned")) if is_pruned(manifest.uri)}
+    # Left: the start, what the updates began from, the newest, and the versions of the two newest train states; the
+    # last of these may or may not be there yet when the last prune looks.
+    assert pruned in ({"v0002"}, {"v0002", "v0003"})
     rows = replay(ReplayConfig(run=run_uri))
     assert [row["is equal"] for row in rows] == [True] * 4
     post_train(config.model_copy(update={"grpo": grpo.model_copy(update={"num_iterations": 5})}), run_id="pruned")
