@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 from prefect import flow
 
 from flows.evaluate import measure
 from flows.publish import publish
+from flows.sampling import Batch, sample
+from forge_core.alarms import find_alarms, stop_if_asked
 from forge_core.artifacts import Ref
 from forge_core.config import GrpoRunConfig
+from forge_core.holds import hold
 from tasks import stages
 from tasks.run import Run, open_run
 
@@ -30,24 +35,34 @@ def improve(run: Run, policy: Ref) -> Ref:
     if settings is None:
         return policy
     problems = stages.dataset(run.plan.dataset(settings.dataset))
-    history = []
-    for iteration in range(settings.num_iterations):
-        rollouts = stages.rollout(run.plan.rollout(policy, problems, iteration))
-        scored = stages.score(run.plan.score(rollouts, iteration))
-        policy = stages.update(run.plan.update(policy, scored, iteration))
-        report_iteration(run, iteration, rollouts, scored, policy)
-        if run.plan.config.retention.keep_last:
-            stages.prune(run.plan.run_uri, run.plan.config.retention)
-        history.append(scored)
-    run.tracker.record_completions(history)
+    reference = policy if settings.kl is not None else None
+    samples: list[list[Batch]] = []  # by iteration
+    # Retention must not take the files of the policy that every iteration is compared with.
+    with hold(run.plan.config.root, reference, "reference policy") if reference else nullcontext():
+        for iteration in range(settings.num_iterations):
+            earlier_refills = sum(len(batches) - 1 for batches in samples)
+            batches = sample(run, policy, reference, problems, iteration, earlier_refills)
+            policy = stages.update(run.plan.update(policy, [batch.scored for batch in batches], iteration))
+            report_iteration(run, iteration, batches[0], policy)
+            samples.append(batches)
+            if run.plan.config.retention.keep_last:
+                stages.prune(run.plan.run_uri, run.plan.config.retention)
+    run.tracker.record_completions([batches[0].scored for batches in samples])
     return policy
 
 
-def report_iteration(run: Run, iteration: int, *artifacts: Ref) -> None:
-    """Log the numbers of an iteration's artifacts, and one line for people."""
+def report_iteration(run: Run, iteration: int, batch: Batch, policy: Ref) -> None:
+    """Log the numbers of an iteration's artifacts, one line for people, and what is out of bounds.
+
+    Of several generation batches the first stands for all: its prompts are not chosen by what they are good for.
+    """
+    settings = run.plan.grpo_config
+    assert settings is not None
     summary: dict[str, float | int] = {}
-    for artifact in artifacts:
-        summary |= run.tracker.record(artifact, iteration).summary
+    for artifact in (batch.rollouts, batch.reference_logprobs, batch.scored):
+        summary |= run.tracker.record(artifact, iteration).summary if artifact else {}
+    update = run.tracker.record(policy, iteration)
+    summary |= update.summary
     run.logger.info(
         "iteration %d: reward %.3f, length %.1f, %d informative groups, clip %.3f, entropy %.3f, grad norm %.2f",
         iteration,
@@ -58,3 +73,8 @@ def report_iteration(run: Run, iteration: int, *artifacts: Ref) -> None:
         summary.get("entropy/mean", 0.0),
         summary.get("grad_norm/total", 0.0),
     )
+    alarms = find_alarms(summary, settings.alarms)
+    for sentence in alarms.values():
+        run.logger.warning("ALARM in iteration %d: %s", iteration, sentence)
+    run.tracker.record_numbers({"alarms/raised": len(alarms)}, iteration, update)
+    stop_if_asked(alarms, settings.alarms)

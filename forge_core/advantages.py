@@ -84,7 +84,7 @@ def reinforce_pp_baseline(inputs: AdvantageInputs, *, epsilon: float = 1e-8) -> 
     """
     centred = by_group(inputs.total, inputs.group_ids, group_mean)
     return torch.where(
-        _has_spread(inputs.total[:, None], inputs.group_ids), _whitened(centred, inputs.lengths, epsilon), 0.0
+        has_spread(inputs.total[:, None], inputs.group_ids), _whitened(centred, inputs.lengths, epsilon), 0.0
     )
 
 
@@ -99,7 +99,7 @@ def gdpo(inputs: AdvantageInputs, *, epsilon: float = EPSILON) -> Tensor:
     scores = [by_group(rewards, inputs.group_ids, group_zscore) for rewards in columns]
     total = torch.stack(scores, dim=1) @ inputs.weights.double()  # [N]
     whitened = _whitened(total, torch.ones_like(total), epsilon)
-    return torch.where(_has_spread(inputs.rewards, inputs.group_ids), whitened, 0.0).float()
+    return torch.where(has_spread(inputs.rewards, inputs.group_ids), whitened, 0.0).float()
 
 
 def by_group(rewards: Tensor, group_ids: Tensor, advantage: Advantage) -> Tensor:
@@ -136,7 +136,7 @@ def compute_advantages(inputs: AdvantageInputs, advantage: Advantage, is_valid: 
         keep[is_valid] = _any_in_group(result[is_valid] != 0, valid.group_ids)
     else:
         result[is_valid] = by_group(valid.total, valid.group_ids, advantage)
-        keep[is_valid] = _has_spread(valid.total[:, None], valid.group_ids)
+        keep[is_valid] = has_spread(valid.total[:, None], valid.group_ids)
     return result, keep
 
 
@@ -156,7 +156,7 @@ def _checked(advantages: Tensor, count: int, advantage: Advantage) -> Tensor:
     )
 
 
-def _has_spread(rewards: Tensor, group_ids: Tensor) -> Tensor:
+def has_spread(rewards: Tensor, group_ids: Tensor) -> Tensor:
     """Whether any column of rewards [N, K] differs within the group of a sample, [N] bool."""
     result = torch.zeros(len(group_ids), dtype=torch.bool)
     for group in group_ids.unique():

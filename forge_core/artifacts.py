@@ -30,7 +30,9 @@ logger = logging.getLogger(__name__)
 
 SCHEMA_VERSION = 1
 UPLOAD_ATTEMPTS = 3
-Kind = Literal["dataset", "policy", "train_state", "rollouts", "scored", "eval"]
+# Where the artifacts of a run lie, {run}/{folder}/...; evaluations lie in {run}/evals/{version}/... .
+FOLDERS = ("datasets", "policies", "rollouts", "reference_logprobs", "scored", "train_states")
+Kind = Literal["dataset", "policy", "train_state", "rollouts", "reference_logprobs", "scored", "eval"]
 
 
 class ArtifactError(RuntimeError):

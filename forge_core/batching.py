@@ -31,6 +31,7 @@ class TrainSequence:
     loss_mask: Tensor  # [T] bool
     generator_logprobs: Tensor  # [T] float32, 0 where not trained
     advantage: float = 0.0
+    reference_logprobs: Tensor | None = None  # [T] float32, of all sequences of a batch or of none
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,7 @@ class TrainBatch:
     # Under the policy that the update started from; without it the generator's stand for them.
     proximal_logprobs: Tensor | None = None  # float32, 0 where mask is False
     corrections: Tensor | None = None  # float32, importance weights of the policy loss; without them it counts fully
+    reference_logprobs: Tensor | None = None  # float32, 0 where mask is False
 
     @property
     def num_rows(self) -> int:
@@ -91,11 +93,13 @@ def pack_sequences(
     *,
     aggregation: Aggregation = "token_mean",
     max_tokens: int | None = None,
+    idle_lengths: Sequence[int] = (),
 ) -> TrainBatch:
     """All sequences in as few rows of `row_tokens` as first-fit-decreasing finds, each token with its weight.
 
-    `max_tokens` is the horizon of the aggregation `fixed_horizon`. A pure function of its input: equal lengths keep
-    their order. Raises ValueError for a sequence that does not fit in a row, or that trains its first token, which
+    `max_tokens` is the horizon of the aggregation `fixed_horizon`, `idle_lengths` are the trained tokens of completions
+    that count in the weights and are not in the batch. A pure function of its input: equal lengths keep their order.
+    Raises ValueError for a sequence that does not fit in a row, or that trains its first token, which
     nothing precedes.
     """
     if not sequences:
@@ -117,31 +121,41 @@ def pack_sequences(
         free[row] -= length
 
     batch = _empty_rows(len(rows), row_tokens)
+    if sequences[0].reference_logprobs is not None:
+        batch = replace(batch, reference_logprobs=torch.zeros_like(batch.generator_logprobs))
     for row, members in enumerate(rows):
         start = 0
         for index in members:
             start = _write_sequence(batch, row, start, sequences[index], index)
         # Padding restarts at 0 too: without it the padding would continue, and attend to, the last document.
         batch.positions[row, start:] = torch.arange(row_tokens - start)
-    return replace(batch, weights=token_weights(batch.mask, batch.sequence_ids, aggregation, max_tokens=max_tokens))
+    weights = token_weights(
+        batch.mask, batch.sequence_ids, aggregation, max_tokens=max_tokens, idle_lengths=idle_lengths
+    )
+    return replace(batch, weights=weights)
 
 
 def token_weights(
-    mask: Tensor, sequence_ids: Tensor, aggregation: Aggregation, *, max_tokens: int | None = None
+    mask: Tensor,
+    sequence_ids: Tensor,
+    aggregation: Aggregation,
+    *,
+    max_tokens: int | None = None,
+    idle_lengths: Sequence[int] = (),
 ) -> Tensor:
     """Weight [B, L] of each trained token in the loss of the batch, 0 elsewhere.
 
-    With N trained tokens, L_i of them in sequence i, and S sequences that have any:
+    With N trained tokens, L_i of them in sequence i, and S sequences that have any, those of `idle_lengths` included:
 
         token_mean      1 / N                   every token counts the same
         sequence_mean   1 / (S L_i)             every sequence counts the same, so a token of a long one counts less
         fixed_horizon   1 / (S max_tokens)      every token counts the same, in batches of short and long completions
     """
     lengths = torch.bincount(sequence_ids[mask])  # by sequence id; those without a trained token have 0
-    num_sequences = int((lengths > 0).sum())
+    num_sequences = int((lengths > 0).sum()) + sum(length > 0 for length in idle_lengths)
     match aggregation:
         case "token_mean":
-            counts = lengths.sum().expand(len(lengths))
+            counts = (lengths.sum() + sum(idle_lengths)).expand(len(lengths))
         case "sequence_mean":
             counts = num_sequences * lengths
         case "fixed_horizon":
@@ -186,8 +200,9 @@ def _write_sequence(batch: TrainBatch, row: int, start: int, sequence: TrainSequ
     batch.positions[row, start:end] = torch.arange(end - start)
     batch.mask[row, start : end - 1] = trained
     batch.sequence_ids[row, start:end] = index
-    logprobs = sequence.generator_logprobs[1:].float()
-    batch.generator_logprobs[row, start : end - 1] = torch.where(trained, logprobs, 0.0)
+    for name in ("generator_logprobs", "reference_logprobs"):
+        if (logprobs := getattr(sequence, name)) is not None:
+            getattr(batch, name)[row, start : end - 1] = torch.where(trained, logprobs[1:].float(), 0.0)
     batch.advantages[row, start : end - 1] = torch.where(trained, float(sequence.advantage), 0.0)
     return end
 

@@ -12,8 +12,10 @@ from typing import Literal, TypeVar
 import yaml
 from pydantic import Field, JsonValue, model_validator
 
+from forge_core.alarms import DEFAULT_ALARMS, BoundsConfig
 from forge_core.faults import FaultPlan
 from forge_core.operation import RetentionConfig, TimeLimitsConfig, WarmthConfig
+from forge_core.sampling_config import DynamicSamplingConfig, OverlongConfig, SamplingConfig
 from forge_core.settings import FunctionConfig, Settings
 from forge_core.update_config import UpdateConfig
 
@@ -116,16 +118,6 @@ class GeneratorConfig(Settings):
         return self.model_copy(update={"max_num_seqs": max(1, self.max_num_seqs >> times)})
 
 
-class SamplingConfig(Settings):
-    """How completions are sampled."""
-
-    max_tokens: int = Field(16, ge=1, description="Longest completion, tokens")
-    temperature: float = Field(1.0, ge=0, description="Softmax temperature; 0 is greedy")
-    top_p: float = Field(1.0, gt=0, le=1, description="Nucleus mass")
-    top_k: int = Field(0, ge=0, description="Keep the k most likely tokens; 0 keeps all")
-    stop: tuple[str, ...] = Field((), description="Strings that end a completion")
-
-
 class SftConfig(Settings):
     """Supervised fine-tuning on the assistant turns of a dataset."""
 
@@ -139,13 +131,6 @@ class SftConfig(Settings):
     cooldown_steps: int = Field(
         10, ge=0, description="Steps in which the learning rate falls linearly to 0 after stop_below_loss was reached"
     )
-
-
-class OverlongConfig(Settings):
-    """A penalty that grows as a completion comes close to sampling.max_tokens (DAPO, arXiv:2503.14476)."""
-
-    buffer_tokens: int = Field(ge=1, description="Tokens before the limit over which the penalty grows from 0 to full")
-    penalty: float = Field(1.0, gt=0, description="Reward lost by a completion that reaches the limit")
 
 
 class GrpoConfig(UpdateConfig):
@@ -164,8 +149,24 @@ class GrpoConfig(UpdateConfig):
     drop_truncated: bool = Field(
         False, description="Treat completions that ran into the token limit as if they had not been sampled"
     )
+    drop_uniform: bool = Field(
+        True,
+        description="Leave groups without a spread of rewards out of the loss and of what it is divided by; false "
+        "counts them, and lets a KL or entropy term act on them",
+    )
+    dynamic_sampling: DynamicSamplingConfig | None = Field(
+        None, description="Sample until prompts_per_iteration groups have a spread of rewards"
+    )
+    reference_runs_on: Literal["own", "cpu", "trainer"] = Field(
+        "own",
+        description="Where the reference policy of `kl` runs: a process of its own (own: with the trainer's number of "
+        "ranks; cpu: one rank without a GPU), or the trainer's, whose weights make room for it",
+    )
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig, description="Optimizer of this stage")
     checkpoint_every: int = Field(10, ge=1, description="Policy versions between snapshots of the train state")
+    alarms: dict[str, BoundsConfig] = Field(
+        DEFAULT_ALARMS, description="Bounds of an iteration's metrics by name, e.g. {kl/reference: {high: 0.5}}"
+    )
 
     @model_validator(mode="after")
     def _can_be_trained_on(self) -> GrpoConfig:
@@ -185,6 +186,11 @@ class GrpoConfig(UpdateConfig):
             raise ValueError(
                 f"minibatches is {self.minibatches}, more than prompts_per_iteration ({self.prompts_per_iteration}); "
                 "every minibatch needs at least one group"
+            )
+        if self.dynamic_sampling is not None and not self.drop_uniform:
+            raise ValueError(
+                "dynamic_sampling replaces groups without a spread of rewards, and drop_uniform: false keeps them; set "
+                "one of the two"
             )
         if self.overlong is not None and self.overlong.buffer_tokens > self.sampling.max_tokens:
             raise ValueError(

@@ -82,7 +82,7 @@ def _compare(a: Manifest, b: Manifest, reader: ManifestReader) -> tuple[list[str
     if a.job["stage"] != b.job["stage"]:
         return [f" because stage {a.job['stage']} made it there, {b.job['stage']} here"], []
     shared = [name for name in a.inputs if name in b.inputs]
-    fields = [item for item in field_differences(a.job, b.job) if item.path not in shared]
+    fields = [item for item in field_differences(a.job, b.job) if item.path.partition(".")[0] not in shared]
     reasons = [
         f" because {path} is {there} there, {here} here"
         for path, there, here in fields + _software_differences(a.software, b.software)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pydantic import Field
 
 from forge_core import storage
-from forge_core.artifacts import Manifest, read_manifest
+from forge_core.artifacts import FOLDERS, Manifest, read_manifest
 from forge_core.config import PostTrainConfig
 from forge_core.faults import Fault, FaultPlan, Point
 from forge_core.plan import Plan
@@ -121,11 +121,7 @@ def disturbed(config: DrillConfig) -> PostTrainConfig:
 def artifacts_of(config: DrillConfig, run_id: str) -> dict[str, Manifest]:
     """Every committed artifact of a run by its name, such as policies/v0003."""
     run_uri = Plan(config.run, run_id).run_uri
-    names = [
-        f"{kind}/{name}"
-        for kind in ("datasets", "policies", "rollouts", "scored", "train_states")
-        for name in storage.list_names(f"{run_uri}/{kind}")
-    ]
+    names = [f"{kind}/{name}" for kind in FOLDERS for name in storage.list_names(f"{run_uri}/{kind}")]
     for version in storage.list_names(f"{run_uri}/evals"):
         names += [f"evals/{version}/{name}" for name in storage.list_names(f"{run_uri}/evals/{version}")]
     found = {name: read_manifest(f"{run_uri}/{name}") for name in names}
@@ -192,9 +188,11 @@ def _labels(plan: Plan) -> dict[str, list[str]]:
     labels: dict[str, list[str]] = {"dataset": ["dataset"], "start": ["start"], "evaluate": ["evaluate"]}
     if plan.sft_config is not None:
         labels["sft"] = ["sft"]
-    for iteration in range(plan.grpo_config.num_iterations if plan.grpo_config else 0):
+    grpo = plan.grpo_config
+    sampled = ("rollout", "reference", "score") if grpo and grpo.kl else ("rollout", "score")
+    for iteration in range(grpo.num_iterations if grpo else 0):
         version = plan.version(iteration)
-        for stage, made in (("rollout", version), ("score", version), ("update", version + 1)):
+        for stage, made in (*((stage, version) for stage in sampled), ("update", version + 1)):
             labels.setdefault(stage, []).append(f"{stage} v{made:04d}")
     return labels
 

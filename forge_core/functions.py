@@ -93,6 +93,13 @@ def check_function(config: FunctionConfig, role: Role) -> None:
         raise ValueError(f"{role} {config.fn} needs kwargs {', '.join(missing)}; {expected}")
 
 
+def is_over_batch(config: FunctionConfig) -> bool:
+    """Whether an advantage takes the whole batch (its argument is declared as AdvantageInputs), not one group."""
+    arguments = _definition(import_string(config.fn, "advantage"), "advantage").args
+    first = [*arguments.posonlyargs, *arguments.args][0]
+    return first.annotation is not None and ast.unparse(first.annotation).strip("'\"").endswith("AdvantageInputs")
+
+
 def source_sha256(config: FunctionConfig, role: Role) -> str:
     """SHA-256 of the file that defines the function: an edited reward is another reward."""
     path, _ = _locate(import_string(config.fn, role), role)

@@ -19,14 +19,14 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from forge_core import listing, storage
-from forge_core.artifacts import ArtifactError, read_manifest
+from forge_core.artifacts import FOLDERS, ArtifactError, read_manifest
 from forge_core.holds import has_ended
 from forge_core.listing import StoredObject
 from forge_core.manifests import ManifestReader
 from forge_core.multipart import Upload, abort_upload, incomplete_uploads
 from forge_core.retention import ABANDONED_SECONDS, needed_digests
 
-_ARTIFACT = r"(?P<artifact>[^/]+/(?:(?:policies|rollouts|scored|train_states|datasets)|evals/[^/]+)/[^/]+)"
+_ARTIFACT = rf"(?P<artifact>[^/]+/(?:(?:{'|'.join(FOLDERS)})|evals/[^/]+)/[^/]+)"
 _ATTEMPT = re.compile(rf"{_ARTIFACT}/(?P<attempt>\d{{8}}T\d{{6}}-[0-9a-f]{{8}})/.+")
 _RECORD = re.compile(
     rf"{_ARTIFACT}/(manifest|pruned)\.json|published/[^/]+/current\.json|[^/]+/run\.json|[^/]+/drill/.+"

@@ -24,10 +24,21 @@ from forge_core.config import (
 )
 from forge_core.faults import JobFaults
 from forge_core.settings import Settings
-from forge_core.update_config import UpdateConfig
+from forge_core.update_config import KlConfig, UpdateConfig
+
+Role = Literal["trainer", "generator", "scorer", "reference"]
 
 # Bump a stage's number when its code changes what it computes: outputs of older code then count as another job.
-STAGE_VERSIONS = {"dataset": 1, "start": 1, "sft": 1, "rollout": 1, "score": 2, "update": 2, "evaluate": 1}
+STAGE_VERSIONS = {
+    "dataset": 1,
+    "start": 1,
+    "sft": 1,
+    "rollout": 1,
+    "reference": 1,
+    "score": 2,
+    "update": 2,
+    "evaluate": 1,
+}
 
 
 def software_versions(*packages: str) -> dict[str, str]:
@@ -46,11 +57,13 @@ def software_versions(*packages: str) -> dict[str, str]:
 class StageJob(Settings):
     """What every job has. Its digest covers all that decides the result, and nothing else."""
 
-    role: ClassVar[Literal["trainer", "generator", "scorer"]]
+    role: ClassVar[Role]
     kind: ClassVar[Kind]
     packages: ClassVar[tuple[str, ...]] = ()
     # Fields that say where and how, not what.
-    not_identity: ClassVar[frozenset[str]] = frozenset({"output", "snapshot_output", "memory_halvings", "injected"})
+    not_identity: ClassVar[frozenset[str]] = frozenset(
+        {"output", "snapshot_output", "memory_halvings", "injected", "runs_on"}
+    )
 
     stage: str
     output: str = Field(description="URI of the artifact to commit")
@@ -59,9 +72,16 @@ class StageJob(Settings):
 
     @property
     def inputs(self) -> dict[str, Ref]:
-        """The artifacts this job reads, by name."""
-        fields = {name: getattr(self, name) for name in type(self).model_fields}
-        return {name: value for name, value in fields.items() if isinstance(value, Ref)}
+        """The artifacts this job reads, by name: of several under one name, the second is `{name}_1`."""
+        found: dict[str, Ref] = {}
+        for name in type(self).model_fields:
+            match getattr(self, name):
+                case Ref() as ref:
+                    found[name] = ref
+                case (Ref() as first, *others):
+                    found[name] = first
+                    found |= {f"{name}_{place}": ref for place, ref in enumerate(others, start=1)}
+        return found
 
     @property
     def software(self) -> dict[str, str]:
@@ -80,8 +100,10 @@ class StageJob(Settings):
 
     def digest(self) -> str:
         """SHA-256 of the job's identity: inputs count by digest, not by where they lie."""
-        identity = {name: value for name, value in self.as_json().items() if name not in self.not_identity}
-        identity |= {name: ref.digest for name, ref in self.inputs.items()}
+        inputs = {name: ref.digest for name, ref in self.inputs.items()}
+        apart = self.not_identity | inputs.keys()
+        identity = {name: value for name, value in self.as_json().items() if name not in apart}
+        identity |= inputs
         return sha256_json([identity, self.software])
 
 
@@ -131,12 +153,31 @@ class RolloutJob(StageJob):
     stage: Literal["rollout"] = "rollout"
     policy: Ref
     dataset: Ref
-    iteration: int
+    first_prompt: int = Field(description="Place of the first prompt in the endless shuffled stream of the dataset")
     num_prompts: int
     group_size: int
     sampling: SamplingConfig
     generator: GeneratorConfig
     seed: int
+
+
+class ReferenceJob(StageJob):
+    """Log-probs of a rollout set's completions under the frozen reference policy."""
+
+    kind = "reference_logprobs"
+    packages = ("torch", "torchtitan", "transformers")
+    stage: Literal["reference"] = "reference"
+    policy: Ref
+    rollouts: Ref
+    temperature: float
+    trainer: TrainerConfig
+    seed: int
+    runs_on: Literal["own", "cpu", "trainer"] = "own"
+
+    @property
+    def role(self) -> Role:  # pyrefly: ignore [bad-override]  the only stage whose process is a setting
+        """The process that takes the job."""
+        return "trainer" if self.runs_on == "trainer" else "reference"
 
 
 class ScoreJob(StageJob):
@@ -149,6 +190,12 @@ class ScoreJob(StageJob):
     rollouts: Ref
     rewards: tuple[RewardConfig, ...]
     advantage: FunctionConfig
+    reference_logprobs: Ref | None = None
+    kl: KlConfig | None = Field(None, description="Penalty of the rewards, None when they have none")
+    drop_uniform: bool = True
+    spread_of: Literal["total", "rewards"] = Field(
+        "total", description="What must differ within a group for it to teach: rewards with penalties or without"
+    )
     overlong: OverlongConfig | None = None
     drop_truncated: bool = False
     max_tokens: int = Field(0, description="Longest completion there can be, 0 when nothing depends on it")
@@ -163,7 +210,8 @@ class UpdateJob(StageJob, UpdateConfig):
     packages = ("torch", "torchtitan", "transformers")
     stage: Literal["update"] = "update"
     policy: Ref
-    scored: Ref
+    scored: tuple[Ref, ...] = Field(description="The scored rollout sets of one iteration")
+    num_groups: int = Field(0, description="Groups to train on, the first ones that teach; 0 for all")
     source_sha256: str = Field(description="Of the loss")
     optimizer: OptimizerConfig
     total_steps: int = Field(description="Optimizer steps of the whole run, 0 when the schedule does not depend on it")
@@ -189,5 +237,5 @@ class EvaluateJob(StageJob):
     seed: int
 
 
-Job = DatasetJob | StartJob | SftJob | RolloutJob | ScoreJob | UpdateJob | EvaluateJob
+Job = DatasetJob | StartJob | SftJob | RolloutJob | ReferenceJob | ScoreJob | UpdateJob | EvaluateJob
 parse_job = TypeAdapter(Job).validate_python

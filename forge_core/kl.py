@@ -10,6 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from forge_core.update_config import Estimator
+
 MAX_LOG_RATIO = 20.0  # exp() of more than this overflows float32 sums long before it means anything
 MAX_K3 = 10.0
 
@@ -38,3 +40,16 @@ def k3(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
 def k3_ratio(logprobs: Tensor, reference_logprobs: Tensor, proximal_logprobs: Tensor) -> Tensor:
     """r k3 with r = exp(lp - lo): unbiased in value and gradient when the tokens came from the proximal policy."""
     return log_ratio(logprobs, proximal_logprobs).exp() * k3(logprobs, reference_logprobs)
+
+
+def penalty(estimator: Estimator, logprobs: Tensor, reference_logprobs: Tensor, proximal_logprobs: Tensor) -> Tensor:
+    """The named estimate of each token."""
+    match estimator:
+        case "k1":
+            return k1(logprobs, reference_logprobs)
+        case "k2":
+            return k2(logprobs, reference_logprobs)
+        case "k3":
+            return k3(logprobs, reference_logprobs)
+        case "k3_ratio":
+            return k3_ratio(logprobs, reference_logprobs, proximal_logprobs)

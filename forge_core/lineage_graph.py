@@ -172,6 +172,8 @@ def _add(nodes: dict[str, Node], manifest: Manifest) -> None:
 
 
 def _is_ref(value: JsonValue) -> bool:
+    if isinstance(value, list):
+        return bool(value) and all(map(_is_ref, value))
     return isinstance(value, dict) and value.keys() == Ref.model_fields.keys()
 
 

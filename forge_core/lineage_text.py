@@ -15,7 +15,7 @@ WIDTH = 100
 # Figures that tell a person at a glance which artifact this is.
 _FIGURES = ("dataset/examples", "sft/loss", "reward/mean", "tokens/trained", "tokens/generated")
 # Differs from one iteration to the next, and stands in the version as well.
-_NOT_SHOWN = ("iteration",)
+_NOT_SHOWN = ("first_prompt",)
 
 
 def as_tree(lineage: Lineage, width: int = WIDTH) -> str:

@@ -122,20 +122,13 @@ def sapo(inputs: LossInputs, *, temperature_positive: float = 1.0, temperature_n
     return LossOutput(-4 / tau * soft * inputs.advantages, metrics | _drift(inputs), {"ratio": ratio})
 
 
-def simple_grpo(inputs: LossInputs, *, beta: float = 0.1) -> LossOutput:
-    """-(r A - beta k3) with r = 1 in value: one step on policy, held near the reference policy.
+def simple_grpo(inputs: LossInputs) -> LossOutput:
+    """-r A with r = 1 in value, for one step on policy.
 
-    torchforge's `simple_grpo_loss`. Raises ValueError when beta is not 0 and there is no reference policy.
+    The policy part of torchforge's `simple_grpo_loss`; its other part, 0.1 k3, is the setting `kl`.
     """
     on_policy = torch.exp(inputs.logprobs - inputs.logprobs.detach())
-    per_token, metrics = -on_policy * inputs.advantages, _drift(inputs)
-    if beta:
-        if inputs.reference_logprobs is None:
-            raise ValueError(f"loss simple_grpo has beta {beta}, but this run has no reference policy; set beta to 0")
-        penalty = kl.k3(inputs.logprobs, inputs.reference_logprobs)
-        metrics |= {"kl/reference": penalty, "kl/reference_clamped": (penalty >= kl.MAX_K3).float()}
-        per_token = per_token + beta * penalty
-    return LossOutput(per_token, metrics, {"ratio": _log_ratio(inputs).exp()})
+    return LossOutput(-on_policy * inputs.advantages, _drift(inputs), {"ratio": _log_ratio(inputs).exp()})
 
 
 def sequence_sum(values: Tensor, mask: Tensor, sequence_ids: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from fsspec.spec import AbstractFileSystem
 from pydantic import ValidationError
 
 from forge_core import storage
-from forge_core.artifacts import ArtifactError, Manifest, Ref, read_manifest
+from forge_core.artifacts import FOLDERS, ArtifactError, Manifest, Ref, read_manifest
 from forge_core.listing import list_objects
 from forge_core.publication import Publication
 
@@ -19,8 +19,8 @@ NUM_THREADS = 16  # reading is waiting for the store
 
 Place = tuple[AbstractFileSystem, str]
 
-_ARTIFACT = re.compile(r"(?P<name>([^/]+/)?((policies|rollouts|scored|datasets|train_states)/|evals/[^/]+/)[^/]+)/.")
-_PLACE = re.compile(r"(?P<run>.+)/(?P<name>(policies|rollouts|scored|datasets|evals|train_states)/.+)")
+_ARTIFACT = re.compile(rf"(?P<name>([^/]+/)?(({'|'.join(FOLDERS)})/|evals/[^/]+/)[^/]+)/.")
+_PLACE = re.compile(rf"(?P<run>.+)/(?P<name>({'|'.join(FOLDERS)}|evals)/.+)")
 _VERSION = re.compile(r"(?P<run>.+)/(?:policies|rollouts|scored)/v(?P<version>\d{4,})")
 
 

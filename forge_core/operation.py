@@ -13,6 +13,7 @@ class WarmthConfig(Settings):
     trainer: bool = Field(True, description="Keep model and optimizer in memory between updates")
     generator: bool = Field(True, description="Keep the vLLM engine in memory between rollouts")
     scorer: bool = Field(True, description="Keep the scoring process alive")
+    reference: bool = Field(True, description="Keep the reference policy in memory, where it has its own process")
 
 
 class TimeLimitsConfig(Settings):
@@ -22,6 +23,7 @@ class TimeLimitsConfig(Settings):
     start: float = Field(3600, gt=0, description="Seconds to build or fetch the starting policy")
     sft: float = Field(24 * 3600, gt=0, description="Seconds of supervised fine-tuning")
     rollout: float = Field(4 * 3600, gt=0, description="Seconds to sample one rollout set")
+    reference: float = Field(4 * 3600, gt=0, description="Seconds for the reference log-probs of one rollout set")
     score: float = Field(3600, gt=0, description="Seconds to score one rollout set")
     update: float = Field(4 * 3600, gt=0, description="Seconds of one update, replay included")
     evaluate: float = Field(4 * 3600, gt=0, description="Seconds of one evaluation")

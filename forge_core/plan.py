@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from forge_core import storage
 from forge_core.artifacts import Ref, read_manifest, sha256_json
 from forge_core.config import DatasetConfig, EvalConfig, GrpoConfig, GrpoRunConfig, RunConfig, SftConfig, SftRunConfig
-from forge_core.functions import check_function, source_sha256
-from forge_core.jobs import DatasetJob, EvaluateJob, RolloutJob, ScoreJob, SftJob, StartJob, UpdateJob
+from forge_core.functions import check_function, is_over_batch, source_sha256
+from forge_core.jobs import (
+    DatasetJob,
+    EvaluateJob,
+    ReferenceJob,
+    RolloutJob,
+    ScoreJob,
+    SftJob,
+    StartJob,
+    UpdateJob,
+)
 from forge_core.policy_uri import validate_policy_uri
 from forge_core.update_config import UpdateConfig
 
@@ -52,6 +62,11 @@ class Plan:
                 check_function(reward, "reward")
             check_function(grpo.advantage, "advantage")
             check_function(grpo.loss, "loss")
+            if grpo.dynamic_sampling is not None and is_over_batch(grpo.advantage):
+                raise ValueError(
+                    f"dynamic_sampling is set and advantage {grpo.advantage.fn} compares a whole batch, which would "
+                    "then be several; use one that compares within a group, such as group_zscore"
+                )
         storage.require_exclusive_create(config.root, single_writer=config.single_writer)
 
     def dataset(self, dataset: DatasetConfig) -> DatasetJob:
@@ -85,15 +100,20 @@ class Plan:
             seed=self.config.seed,
         )
 
-    def rollout(self, policy: Ref, dataset: Ref, iteration: int) -> RolloutJob:
-        """Groups of completions for GRPO iteration `iteration` (0-based)."""
+    def rollout(
+        self, policy: Ref, dataset: Ref, iteration: int, *, refill: int = 0, earlier_refills: int = 0
+    ) -> RolloutJob:
+        """Groups of completions for GRPO iteration `iteration` (0-based), from the prompts that follow in the stream.
+
+        `refill` counts the further batches of dynamic sampling in this iteration, `earlier_refills` those before it.
+        """
         grpo = self.grpo_config
         assert grpo is not None
         return RolloutJob(
-            output=f"{self.run_uri}/rollouts/v{self.version(iteration):04d}",
+            output=self._iteration_uri("rollouts", iteration, refill),
             policy=policy,
             dataset=dataset,
-            iteration=iteration,
+            first_prompt=(iteration + earlier_refills + refill) * grpo.prompts_per_iteration,
             num_prompts=grpo.prompts_per_iteration,
             group_size=grpo.group_size,
             sampling=grpo.sampling,
@@ -101,14 +121,34 @@ class Plan:
             seed=self.config.seed,
         )
 
-    def score(self, rollouts: Ref, iteration: int) -> ScoreJob:
+    def reference(self, policy: Ref, rollouts: Ref, iteration: int, *, refill: int = 0) -> ReferenceJob:
+        """Log-probs of a rollout set under the frozen reference policy."""
+        grpo, trainer = self.grpo_config, self.config.trainer
+        assert grpo is not None
+        return ReferenceJob(
+            output=self._iteration_uri("reference_logprobs", iteration, refill),
+            policy=policy,
+            rollouts=rollouts,
+            temperature=grpo.sampling.temperature,
+            trainer=trainer.model_copy(update={"num_ranks": 1}) if grpo.reference_runs_on == "cpu" else trainer,
+            seed=self.config.seed,
+            runs_on=grpo.reference_runs_on,
+        )
+
+    def score(
+        self, rollouts: Ref, iteration: int, *, reference_logprobs: Ref | None = None, refill: int = 0
+    ) -> ScoreJob:
         """Rewards and advantages of a rollout set."""
         grpo = self.grpo_config
         assert grpo is not None
         sources = {reward.fn: source_sha256(reward, "reward") for reward in grpo.rewards}
         return ScoreJob(
-            output=f"{self.run_uri}/scored/v{self.version(iteration):04d}",
+            output=self._iteration_uri("scored", iteration, refill),
             rollouts=rollouts,
+            reference_logprobs=reference_logprobs,
+            kl=grpo.kl if grpo.kl is not None and grpo.kl.place == "reward" else None,
+            drop_uniform=grpo.drop_uniform,
+            spread_of="rewards" if grpo.dynamic_sampling is not None else "total",
             rewards=grpo.rewards,
             advantage=grpo.advantage,
             overlong=grpo.overlong,
@@ -117,7 +157,7 @@ class Plan:
             source_sha256=sources | {grpo.advantage.fn: source_sha256(grpo.advantage, "advantage")},
         )
 
-    def update(self, policy: Ref, scored: Ref, iteration: int) -> UpdateJob:
+    def update(self, policy: Ref, scored: Sequence[Ref], iteration: int) -> UpdateJob:
         """The policy after GRPO iteration `iteration`."""
         grpo, version = self.grpo_config, self.version(iteration) + 1
         assert grpo is not None
@@ -126,7 +166,8 @@ class Plan:
         return UpdateJob(
             output=self._policy_uri(version),
             policy=policy,
-            scored=scored,
+            scored=tuple(scored),
+            num_groups=grpo.prompts_per_iteration if grpo.dynamic_sampling is not None else 0,
             source_sha256=source_sha256(grpo.loss, "loss"),
             optimizer=grpo.optimizer,
             total_steps=grpo.num_iterations * grpo.minibatches * grpo.epochs if needs_horizon else 0,
@@ -154,6 +195,10 @@ class Plan:
     def version(self, iteration: int) -> int:
         """Version of the policy that GRPO iteration `iteration` starts from."""
         return iteration + int(self.sft_config is not None)
+
+    def _iteration_uri(self, folder: str, iteration: int, refill: int) -> str:
+        version = f"v{self.version(iteration):04d}"
+        return f"{self.run_uri}/{folder}/{version}-{refill:02d}" if refill else f"{self.run_uri}/{folder}/{version}"
 
     def _policy_uri(self, version: int) -> str:
         return f"{self.run_uri}/policies/v{version:04d}"

@@ -16,6 +16,7 @@ WORK_PHASE = {
     "start": "start",
     "sft": "sft",
     "rollout": "generate",
+    "reference": "reference",
     "score": "score",
     "update": "update",
     "evaluate": "generate",

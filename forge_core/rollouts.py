@@ -11,7 +11,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from forge_core.artifacts import ArtifactError
+from forge_core.batching import TrainSequence
 from forge_core.examples import Example
+
+_REFERENCE = "reference_logprobs"
 
 
 @dataclass(frozen=True)
@@ -47,9 +50,29 @@ class Rollouts:
         return self.offsets.diff() - self.prompt_lengths
 
     @property
+    def is_completion(self) -> Tensor:
+        """Tokens that are not of a prompt, [T] bool."""
+        places = torch.arange(len(self.token_ids)) - self.offsets[:-1].repeat_interleave(self.offsets.diff())
+        return places >= self.prompt_lengths.repeat_interleave(self.offsets.diff())
+
+    @property
     def is_truncated(self) -> Tensor:
         """Completions that ran into the token limit, [N] bool."""
         return torch.tensor([text.finish_reason == "length" for text in self.texts])
+
+    def sequence(
+        self, index: int, *, advantage: float = 0.0, reference_logprobs: Tensor | None = None
+    ) -> TrainSequence:
+        """Completion `index` after its prompt, for the trainer; `reference_logprobs` [T] have the same offsets."""
+        tokens = slice(int(self.offsets[index]), int(self.offsets[index + 1]))
+        ids = self.token_ids[tokens]
+        return TrainSequence(
+            token_ids=ids,
+            loss_mask=torch.arange(len(ids)) >= self.prompt_lengths[index],
+            generator_logprobs=self.generator_logprobs[tokens],
+            advantage=advantage,
+            reference_logprobs=None if reference_logprobs is None else reference_logprobs[tokens],
+        )
 
     def save(self, directory: Path) -> None:
         """Write rollouts.safetensors and rollouts.jsonl."""
@@ -94,3 +117,13 @@ class Scores:
     def load(cls, directory: Path) -> Scores:
         """Read what `save` wrote."""
         return cls(**load_file(directory / "scores.safetensors"))
+
+
+def save_reference_logprobs(logprobs: Tensor, directory: Path) -> None:
+    """Write reference_logprobs.safetensors: one number per token of a rollout set, [T] float32, 0 on prompts."""
+    save_file({_REFERENCE: logprobs}, directory / f"{_REFERENCE}.safetensors")
+
+
+def load_reference_logprobs(directory: Path) -> Tensor:
+    """Read what `save_reference_logprobs` wrote."""
+    return load_file(directory / f"{_REFERENCE}.safetensors")[_REFERENCE]

@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 from forge_core.settings import FunctionConfig, Settings
 
 Aggregation = Literal["token_mean", "sequence_mean", "fixed_horizon"]
+Estimator = Literal["k1", "k2", "k3", "k3_ratio"]
 
 
 class CorrectionConfig(Settings):
@@ -32,6 +33,31 @@ class CorrectionConfig(Settings):
         return self
 
 
+class KlConfig(Settings):
+    """A penalty for leaving the reference policy: the one that reinforcement learning starts from, frozen."""
+
+    coefficient: float = Field(ge=0, description="Weight of the penalty per nat; 0 only measures the distance")
+    place: Literal["loss", "reward"] = Field(
+        "loss", description="loss: a term of every token; reward: the sum over a completion lowers its reward"
+    )
+    estimator: Estimator | None = Field(
+        None, description="Of the KL divergence (see forge_core/kl.py); k3_ratio in the loss, k1 in the reward if unset"
+    )
+
+    @model_validator(mode="after")
+    def _has_the_right_gradient(self) -> KlConfig:
+        if self.place == "loss" and self.estimator == "k1":
+            raise ValueError("kl.estimator is k1, which has no expected gradient in a loss; use k3_ratio, k2 or k3")
+        if self.place == "reward" and self.estimator == "k3_ratio":
+            raise ValueError("kl.estimator is k3_ratio, but rewards belong to the policy that sampled; use k1")
+        return self
+
+    @property
+    def estimated_by(self) -> Estimator:
+        """The estimator, whether it was named or not."""
+        return self.estimator or ("k3_ratio" if self.place == "loss" else "k1")
+
+
 class UpdateConfig(Settings):
     """What is minimised, in how many steps, and relative to which log-probabilities."""
 
@@ -51,6 +77,7 @@ class UpdateConfig(Settings):
     correction: CorrectionConfig | None = Field(
         None, description="Importance weights for trainer/generator mismatch; needs proximal: trainer"
     )
+    kl: KlConfig | None = Field(None, description="Distance to a frozen reference policy, measured and penalised")
     entropy_coefficient: float = Field(
         0.0, ge=0, description="Reward for entropy, nats per token, subtracted from the loss; 0 costs nothing"
     )

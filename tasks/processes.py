@@ -11,7 +11,7 @@ from contextvars import ContextVar
 
 from forge_core import storage
 from forge_core.artifacts import Manifest
-from forge_core.config import RunConfig
+from forge_core.config import GrpoRunConfig, RunConfig
 from forge_core.faults import faults_for
 from forge_core.jobs import StageJob
 from forge_core.reuse import reuse
@@ -92,8 +92,8 @@ class StageProcesses:
 
     def start_all(self) -> None:
         """Start the warm processes side by side, so that their imports overlap."""
-        for role in ("scorer", "generator", "trainer"):
-            if self._stays_warm(role):
+        for role in ("scorer", "generator", "trainer", "reference"):
+            if self._stays_warm(role) and (role != "reference" or self._reference_runs_on in ("own", "cpu")):
                 self._warm[role] = self._start(role)
 
     def close(self) -> None:
@@ -109,9 +109,20 @@ class StageProcesses:
     def _stays_warm(self, role: str) -> bool:
         return getattr(self._config.keep_warm, role)
 
+    @property
+    def _reference_runs_on(self) -> str | None:
+        """Where the reference policy of this run is, None when it has none."""
+        grpo = self._config.grpo if isinstance(self._config, GrpoRunConfig) else None
+        return grpo.reference_runs_on if grpo is not None and grpo.kl is not None else None
+
     def _start(self, role: str) -> StageProcess:
-        num_ranks = self._config.trainer.num_ranks if role == "trainer" else 1
-        return StageProcess(role, num_ranks=num_ranks, on_line=stage_log(role, self._logger))
+        is_on_cpu = role == "reference" and self._reference_runs_on == "cpu"
+        return StageProcess(
+            role,
+            num_ranks=self._config.trainer.num_ranks if role in ("trainer", "reference") and not is_on_cpu else 1,
+            on_line=stage_log(role, self._logger),
+            environment={"CUDA_VISIBLE_DEVICES": ""} if is_on_cpu else {},
+        )
 
 
 def stage_log(role: str, logger: Log) -> Callable[[str], None]:

@@ -16,7 +16,17 @@ from prefect.tasks import Task
 
 from forge_core import publication, retention
 from forge_core.artifacts import ArtifactError, Ref
-from forge_core.jobs import DatasetJob, EvaluateJob, RolloutJob, ScoreJob, SftJob, StageJob, StartJob, UpdateJob
+from forge_core.jobs import (
+    DatasetJob,
+    EvaluateJob,
+    ReferenceJob,
+    RolloutJob,
+    ScoreJob,
+    SftJob,
+    StageJob,
+    StartJob,
+    UpdateJob,
+)
 from forge_core.operation import RetentionConfig
 from forge_core.stages.workspace import committed
 from tasks.failures import RETRIES, failure_class
@@ -92,6 +102,12 @@ def sft(job: SftJob) -> Ref:
 @stage_task
 def rollout(job: RolloutJob) -> Ref:
     """Sample groups of completions."""
+    return _run(job)
+
+
+@stage_task
+def reference(job: ReferenceJob) -> Ref:
+    """Log-probs of completions under the reference policy."""
     return _run(job)
 
 

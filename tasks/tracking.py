@@ -52,6 +52,10 @@ class Tracker:
         self._work.put(lambda: self._log_manifest(manifest, step))
         return manifest
 
+    def record_numbers(self, metrics: dict[str, float | int], step: int, beside: Manifest) -> None:
+        """Log numbers that stand in no manifest, at the time of the artifact that they belong to."""
+        self._work.put(lambda: self._log_metrics(self._run_id, metrics, step, beside, {}))
+
     def record_completions(self, scored: list[Ref], per_set: int = 8) -> None:
         """Log a table of sample completions, the first ones of each rollout set."""
         self._work.put(lambda: self._log_completions(scored, per_set))
@@ -141,7 +145,11 @@ class Tracker:
             )
             job = {name: value for name, value in manifest.job.items() if name not in manifest.inputs}
             params = flatten(
-                {name: value for name, value in job.items() if name not in ("output", "iteration", "snapshot_output")}
+                {
+                    name: value
+                    for name, value in job.items()
+                    if name not in ("output", "first_prompt", "snapshot_output")
+                }
             )
             self._log_params(self._stage_runs[stage], params)
         return self._stage_runs[stage]

@@ -63,10 +63,12 @@ def steps(plan: Plan, run: Run) -> None:
     assert grpo is not None
     policy = run(plan.start())
     policy = run(plan.sft(policy, run(plan.dataset(sft.dataset))))
-    problems = run(plan.dataset(grpo.dataset))
+    problems, reference = run(plan.dataset(grpo.dataset)), policy
     for iteration in range(grpo.num_iterations):
-        scored = run(plan.score(run(plan.rollout(policy, problems, iteration)), iteration))
-        policy = run(plan.update(policy, scored, iteration))
+        rollouts = run(plan.rollout(policy, problems, iteration))
+        compared = run(plan.reference(reference, rollouts, iteration)) if grpo.kl is not None else None
+        scored = run(plan.score(rollouts, iteration, reference_logprobs=compared))
+        policy = run(plan.update(policy, [scored], iteration))
 
 
 def policies(plan: Plan) -> list[Manifest]:

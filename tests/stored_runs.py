@@ -24,7 +24,9 @@ Keep = Callable[[str], list[bool]]
 
 def two_groups(job: RolloutJob) -> list[str]:
     """Ids of the examples of a rollout set, one a completion: two of each of two problems, other ones each time."""
-    first, second = (EXAMPLES[(2 * job.iteration + place) % len(EXAMPLES)]["id"] for place in (0, 1))
+    first, second = (
+        EXAMPLES[(2 * job.first_prompt // job.num_prompts + place) % len(EXAMPLES)]["id"] for place in (0, 1)
+    )
     return [first, first, second, second]
 
 

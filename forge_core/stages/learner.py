@@ -13,7 +13,7 @@ from forge_core import artifacts, storage
 from forge_core.artifacts import ArtifactError, Manifest, Ref
 from forge_core.batching import TrainSequence
 from forge_core.config import OptimizerConfig, TrainerConfig
-from forge_core.jobs import SftJob, UpdateJob
+from forge_core.jobs import ReferenceJob, SftJob, UpdateJob
 from forge_core.stages.workspace import Stopwatch, Workspace
 from forge_core.trainer.models import PolicyShape
 from forge_core.trainer.policy_trainer import PolicyTrainer
@@ -42,7 +42,11 @@ class Learner:
 
 
 def trainer_from_policy(
-    job: SftJob | UpdateJob, policy: Ref, optimizer: OptimizerConfig, total_steps: int, workspace: Workspace
+    job: SftJob | UpdateJob | ReferenceJob,
+    policy: Ref,
+    optimizer: OptimizerConfig,
+    total_steps: int,
+    workspace: Workspace,
 ) -> PolicyTrainer:
     """A trainer with the stored weights of `policy` and a fresh optimizer; re-using a warm one gives the same bits."""
     _, hf_dir = workspace.fetch(policy)
@@ -105,7 +109,7 @@ def trainer_at(
     return trainer
 
 
-def row_tokens(job: SftJob | UpdateJob, sequences: Sequence[TrainSequence]) -> int:
+def row_tokens(job: SftJob | UpdateJob | ReferenceJob, sequences: Sequence[TrainSequence]) -> int:
     """Length of a packed row that fits into memory; raises ValueError when a sequence does not fit into such a row."""
     tokens = job.trainer.halved(job.memory_halvings).row_tokens
     longest = max(len(sequence.token_ids) for sequence in sequences)

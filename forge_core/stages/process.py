@@ -19,8 +19,9 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Literal
 
 from forge_core.artifacts import Manifest
@@ -30,6 +31,7 @@ PRELOAD = {
     "trainer": ("sft", "update"),
     "generator": ("rollout", "evaluate"),
     "scorer": ("dataset", "start", "score"),
+    "reference": ("reference",),
 }
 # Read when torch loads, so it is set before the process starts. OpenMP threads that spin while they wait take the cores
 # their siblings need: with the default a training step took 28-52 s on a busy 2-core machine and 1.2 s with this. On a
@@ -75,7 +77,15 @@ class _Channel:
 class StageProcess:
     """A process (or `num_ranks` of them under torchrun) that runs the jobs of one role, one after the other."""
 
-    def __init__(self, role: str, *, num_ranks: int = 1, on_line: Callable[[str], None], preload: bool = True) -> None:
+    def __init__(
+        self,
+        role: str,
+        *,
+        num_ranks: int = 1,
+        on_line: Callable[[str], None],
+        preload: bool = True,
+        environment: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
         self.role = role
         self.num_ranks = num_ranks
         self._home = Path(tempfile.mkdtemp(prefix=f"forge-{role}-"))
@@ -96,7 +106,7 @@ class StageProcess:
             stderr=subprocess.STDOUT,
             text=True,
             errors="replace",
-            env=ENVIRONMENT | os.environ,
+            env=ENVIRONMENT | os.environ | dict(environment),
             start_new_session=True,  # a signal to the owner's group must not cut a commit in half
         )
         self._last_lines: list[str] = []

@@ -19,13 +19,13 @@ from forge_core.stages.workspace import Stopwatch, Workspace
 
 
 def run(job: RolloutJob, workspace: Workspace) -> Manifest:
-    """Sample `group_size` completions for each prompt of this iteration."""
+    """Sample `group_size` completions for each of `num_prompts` prompts."""
     watch = Stopwatch()
     with watch("load"):
         engine = engine_with(job, workspace)
         _, dataset_dir = workspace.fetch(job.dataset)
         examples = read_examples(dataset_dir / "examples.jsonl")
-    start = job.iteration * job.num_prompts
+    start = job.first_prompt
     window = take(len(examples), start=start, count=job.num_prompts, seed=job.seed, digest=job.dataset.digest)
     chosen = [examples[index] for index in window]
     prompts = [encode_prompt(engine.tokenizer, example.prompt) for example in chosen]

@@ -5,15 +5,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from forge_core.advantages import AdvantageInputs, compute_advantages
+from forge_core import kl
+from forge_core.advantages import AdvantageInputs, compute_advantages, has_spread
 from forge_core.artifacts import Manifest
 from forge_core.config import RewardConfig
 from forge_core.functions import load_function
 from forge_core.jobs import ScoreJob
 from forge_core.rewards.overlong import overlong_penalties
 from forge_core.rewards.pool import RewardPool
-from forge_core.rollouts import Rollouts, Scores
+from forge_core.rollouts import Rollouts, Scores, load_reference_logprobs
 from forge_core.stages.workspace import Stopwatch, Workspace
+from forge_core.update_config import Estimator
 
 
 def run(job: ScoreJob, workspace: Workspace) -> Manifest:
@@ -21,14 +23,16 @@ def run(job: ScoreJob, workspace: Workspace) -> Manifest:
     watch = Stopwatch()
     pool = reward_pool(workspace, job.rewards, job.source_sha256)  # a new one imports while the rollouts are fetched
     _, rollouts_dir = workspace.fetch(job.rollouts)
-    rollouts = Rollouts.load(rollouts_dir)
+    rollouts, reference = Rollouts.load(rollouts_dir), None
+    if job.kl is not None and job.reference_logprobs is not None:
+        reference = load_reference_logprobs(workspace.fetch(job.reference_logprobs)[1])
     with watch("score"):
         rewards, counts = score_rollouts(rollouts, pool)
-        scores, shaping = compare(rollouts, rewards, job)
+        scores, shaping = compare(rollouts, rewards, job, reference)
     workspace.injection.reach("work")
     with workspace.directory() as directory:
         scores.save(directory)
-        summary = describe(scores, rollouts.group_ids, job.rewards) | counts | shaping
+        summary = describe(scores, job.rewards) | counts | shaping
         return workspace.commit(job, directory, summary=summary, timings=watch.seconds)
 
 
@@ -39,11 +43,21 @@ def score_rollouts(rollouts: Rollouts, pool: RewardPool) -> tuple[Tensor, dict[s
     return torch.tensor(scored.values, dtype=torch.float32), counts
 
 
-def compare(rollouts: Rollouts, rewards: Tensor, job: ScoreJob) -> tuple[Scores, dict[str, float]]:
-    """Total rewards and advantages from rewards [N, K], and what the overlong penalty and dropping have changed."""
+def compare(
+    rollouts: Rollouts, rewards: Tensor, job: ScoreJob, reference: Tensor | None = None
+) -> tuple[Scores, dict[str, float]]:
+    """Total rewards and advantages from rewards [N, K], and what penalties and dropping have changed.
+
+    `reference` are the reference policy's log-probs [T] when the job penalises the distance from it.
+    """
     weights = torch.tensor([reward.weight for reward in job.rewards])
-    total = (rewards * weights).sum(dim=1)  # [N], NaN when any function could not score
+    unshaped = total = (rewards * weights).sum(dim=1)  # [N], NaN when any function could not score
     shaping: dict[str, float] = {}
+    if job.kl is not None:
+        assert reference is not None
+        penalties = job.kl.coefficient * kl_penalties(rollouts, reference, job.kl.estimated_by)
+        total = total - penalties
+        shaping["reward/kl_penalty"] = penalties.mean().item()
     if job.overlong is not None:
         penalties = overlong_penalties(
             rollouts.completion_lengths,
@@ -58,11 +72,26 @@ def compare(rollouts: Rollouts, rewards: Tensor, job: ScoreJob) -> tuple[Scores,
         shaping["completion/dropped_truncated"] = int(rollouts.is_truncated.sum())
         is_valid &= ~rollouts.is_truncated
     inputs = AdvantageInputs(rewards, weights, total, rollouts.group_ids, rollouts.completion_lengths)
-    advantages, keep = compute_advantages(inputs, load_function(job.advantage, "advantage"), is_valid)
-    shaping["groups/without_valid_completion"] = len(rollouts.group_ids.unique()) - len(
-        rollouts.group_ids[is_valid].unique()
-    )
+    advantages, is_informative = compute_advantages(inputs, load_function(job.advantage, "advantage"), is_valid)
+    if job.spread_of == "rewards":
+        is_informative[is_valid] &= has_spread(unshaped[is_valid][:, None], rollouts.group_ids[is_valid])
+    num_groups = len(rollouts.group_ids.unique())
+    num_informative = len(rollouts.group_ids[is_informative].unique())
+    shaping |= {
+        "groups/informative": num_informative,
+        "groups/uniform_fraction": 1 - num_informative / num_groups,
+        "groups/without_valid_completion": num_groups - len(rollouts.group_ids[is_valid].unique()),
+    }
+    keep = is_informative if job.drop_uniform else is_valid
     return Scores(rewards=rewards, total=total, advantages=advantages, keep=keep), shaping
+
+
+def kl_penalties(rollouts: Rollouts, reference: Tensor, estimator: Estimator) -> Tensor:
+    """KL(policy || reference) of each completion, the sum over its tokens, [N], from reference log-probs [T]."""
+    sampled = rollouts.generator_logprobs
+    per_token = torch.where(rollouts.is_completion, kl.penalty(estimator, sampled, reference, sampled), 0.0)
+    owner = torch.arange(len(rollouts)).repeat_interleave(rollouts.offsets.diff())
+    return torch.zeros(len(rollouts)).index_add(0, owner, per_token)
 
 
 def reward_pool(workspace: Workspace, rewards: tuple[RewardConfig, ...], sources: dict[str, str]) -> RewardPool:
@@ -77,7 +106,7 @@ def reward_pool(workspace: Workspace, rewards: tuple[RewardConfig, ...], sources
     return pool
 
 
-def describe(scores: Scores, group_ids: Tensor, rewards: tuple[RewardConfig, ...]) -> dict[str, float]:
+def describe(scores: Scores, rewards: tuple[RewardConfig, ...]) -> dict[str, float]:
     """Reward and advantage statistics under their tracking names."""
     valid = scores.total[~scores.total.isnan()]
     if len(valid) == 0:
@@ -85,8 +114,6 @@ def describe(scores: Scores, group_ids: Tensor, rewards: tuple[RewardConfig, ...
             "no completion could be scored: for each one a reward function returned None, took too long or crashed; "
             "check the reward's input"
         )
-    groups = group_ids.unique()
-    num_informative = len(group_ids[scores.keep].unique())
     by_function = {
         f"reward_by_function/{reward.fn.rpartition(':')[2]}": scores.rewards[:, column].nanmean().item()
         for column, reward in enumerate(rewards)
@@ -96,7 +123,5 @@ def describe(scores: Scores, group_ids: Tensor, rewards: tuple[RewardConfig, ...
         "reward/std": valid.std(correction=0).item(),
         "reward/unscored": len(scores.total) - len(valid),
         "advantage/std": scores.advantages.std(correction=0).item(),
-        "groups/informative": num_informative,
-        "groups/uniform_fraction": 1 - num_informative / len(groups),
         **by_function,
     }

@@ -6,8 +6,10 @@ call, so that a stage can train, export and take the next rollouts without leavi
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -36,6 +38,7 @@ from forge_core.trainer.torchtitan_config import (
     lr_scheduler_config,
     optimizer_config,
 )
+from forge_core.update_config import KlConfig
 
 
 class NonFiniteError(ArithmeticError):
@@ -143,7 +146,13 @@ class PolicyTrainer(torchtitan.trainer.Trainer):
         weights.load_weights(self.model, self.adapter, hf_dir, is_tied=self.shape.is_tied)
 
     def train_step(  # pyrefly: ignore [bad-override]  our loop, not torchtitan's, calls it
-        self, batch: TrainBatch, loss: Loss, *, temperature: float = 1.0, entropy_coefficient: float = 0.0
+        self,
+        batch: TrainBatch,
+        loss: Loss,
+        *,
+        temperature: float = 1.0,
+        kl: KlConfig | None = None,
+        entropy_coefficient: float = 0.0,
     ) -> dict[str, float]:
         """One optimizer step on the whole batch; returns its metrics, equal on all ranks.
 
@@ -156,15 +165,14 @@ class PolicyTrainer(torchtitan.trainer.Trainer):
             raise ValueError(f"step {self.step} of a schedule of {self.total_steps}; open with a larger total_steps")
         own_rows = batch.for_rank(dist.get_rank(), dist.get_world_size())
         sums = TokenSums(max(1, int(batch.mask.sum())))
+        objective_of = functools.partial(objective, loss, kl=kl, entropy_coefficient=entropy_coefficient, sums=sums)
         self.optimizers.zero_grad()
         for micro_batch in own_rows.micro_batches(self.config.training.local_batch_size):
-            self.forward_backward_step(
-                micro_batch, loss, temperature=temperature, entropy_coefficient=entropy_coefficient, sums=sums
-            )
+            self.forward_backward_step(micro_batch, objective_of, temperature=temperature)
         max_norm = self.optimizer_settings.max_grad_norm
         grad_norm = float(clip_grad_norm_(self.model.parameters(), max_norm, foreach=True))  # before clipping
         metrics = sums.reduce()
-        self._check_finite(metrics["loss/policy"], grad_norm)
+        self._check_finite(metrics["loss/policy"] + metrics.get("loss/kl", 0.0), grad_norm)
 
         metrics["learning_rate"] = self.optimizers.optimizers[0].param_groups[0]["lr"]
         self.optimizers.step()
@@ -179,15 +187,17 @@ class PolicyTrainer(torchtitan.trainer.Trainer):
         }
 
     def forward_backward_step(  # pyrefly: ignore [bad-override]
-        self, micro_batch: TrainBatch, loss: Loss, *, temperature: float, entropy_coefficient: float, sums: TokenSums
+        self,
+        micro_batch: TrainBatch,
+        objective_of: Callable[[TrainBatch, Tensor, Tensor], Tensor],
+        *,
+        temperature: float,
     ) -> None:
-        """Add the gradient of a micro-batch of this rank to the model's, and its per-token numbers to `sums`."""
+        """Add the gradient of the objective of a micro-batch of this rank, given its log-probs and entropies [n]."""
         micro_batch = micro_batch.to(self.device)
         with self.train_context():
             logprobs, entropies = self._query_tokens(micro_batch, temperature)  # [n], [n]
-            objective(
-                loss, micro_batch, logprobs, entropies, entropy_coefficient=entropy_coefficient, sums=sums
-            ).backward()
+            objective_of(micro_batch, logprobs, entropies).backward()
 
     def forward(self, micro_batch: TrainBatch) -> Tensor | tuple[Tensor, Tensor]:
         """What the output layer returns for rows on the trainer's device: logits [B, L, V], unless it holds a query."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import fnmatch
 import json
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -12,6 +14,7 @@ import torch.distributed as dist
 from huggingface_hub import save_torch_state_dict
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torchtitan.protocols.state_dict_adapter import BaseStateDictAdapter
 
@@ -52,6 +55,39 @@ def load_weights(model: nn.Module, adapter: BaseStateDictAdapter, hf_dir: Path, 
     with torch.no_grad():
         for name, target in targets.items():
             _copy_into(target, native[name])
+
+
+@contextmanager
+def standing_in(model: nn.Module, stand_in: dict[str, Tensor]) -> Iterator[None]:
+    """Run forward passes with other weights, from `read_shards`; afterwards the model has its own again, to the bit."""
+    own = read_shards(model)
+    _write_shards(model, stand_in)
+    try:
+        yield
+    finally:
+        _write_shards(model, own)
+
+
+def read_shards(model: nn.Module) -> dict[str, Tensor]:
+    """Copies, on the CPU, of what this rank holds of every weight."""
+    return {name: local.to("cpu", copy=True) for name, local in _local_parameters(model)}
+
+
+@torch.no_grad()
+def _write_shards(model: nn.Module, shards: dict[str, Tensor]) -> None:
+    """Replace, in place, what this rank holds of every weight."""
+    for name, local in _local_parameters(model):
+        local.copy_(shards[name])
+
+
+def _local_parameters(model: nn.Module) -> list[tuple[str, Tensor]]:
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()  # a forward pass without backward leaves gathered copies in place of the shards
+    return [
+        (name, parameter.to_local() if isinstance(parameter, DTensor) else parameter.detach())
+        for name, parameter in model.named_parameters()
+    ]
 
 
 def export_weights(model: nn.Module, adapter: BaseStateDictAdapter, out_dir: Path, *, is_tied: bool) -> None:

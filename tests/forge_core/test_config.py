@@ -36,6 +36,17 @@ def refuse(changes: dict, message: str) -> None:
         ({"grpo": {"aggregation": "mean"}}, r"grpo.aggregation\s+Input should be 'token_mean', 'sequence_mean' or"),
         ({"grpo": {"epochs": 0}}, r"grpo.epochs\s+Input should be greater than or equal to 1"),
         ({"grpo": {"entropy_coefficient": -0.1}}, r"grpo.entropy_coefficient\s+Input should be greater than or"),
+        (
+            {"grpo": {"kl": {"coefficient": 0.1, "estimator": "k1"}}},
+            "k1, which has no expected gradient in a loss",
+        ),
+        (
+            {"grpo": {"kl": {"coefficient": 0.1, "place": "reward", "estimator": "k3_ratio"}}},
+            "k3_ratio, but rewards belong to the policy that sampled; use k1",
+        ),
+        ({"grpo": {"dynamic_sampling": {}, "drop_uniform": False}}, "dynamic_sampling replaces groups .* set one of"),
+        ({"grpo": {"alarms": {"entropy/mean": {}}}}, "low and high are both unset; set one of them"),
+        ({"grpo": {"alarms": {"entropy/mean": {"low": 2, "high": 1}}}}, "low is 2.0 and high is 1.0; low must not"),
         ({"grpo": {"overlong": {"buffer_tokens": 32}}}, r"overlong.buffer_tokens is 32, more than .* \(16\)"),
         ({"trainer": {"dtype": "float16"}}, r"trainer.dtype\s+Input should be 'auto', 'float32' or 'bfloat16'"),
         ({"grpo": {"rewards": [{"fn": "exact_number", "timeout_seconds": 0}]}}, r"timeout_seconds\s+.* greater than 0"),
@@ -55,6 +66,10 @@ def test_a_setting_that_cannot_work_is_refused(changes, message):
         ({"grpo": {"loss": {"fn": "grpo", "kwargs": {"clip": 1}}}}, "loss grpo has no setting 'clip'; it has clip_low"),
         ({"grpo": {"advantage": {"fn": "zscore"}}}, "advantage is 'zscore', not a built-in .group_zscore"),
         ({"sft": {"dataset": {"fn": "jsonl"}}}, "dataset jsonl needs kwargs path"),
+        (
+            {"grpo": {"dynamic_sampling": {}, "advantage": {"fn": "batch_std"}}},
+            "advantage batch_std compares a whole batch, which would then be several; use .* group_zscore",
+        ),
         ({"policy": {"uri": "/no/such/place"}}, "policy.uri"),
         ({"root": "s3://key:secret@bucket/x"}, "put them in the environment"),
         ({"root": "nosuchprotocol://x"}, "root is nosuchprotocol://x, which cannot be written"),

@@ -24,7 +24,8 @@ REF = Ref(kind="policy", uri="memory://nowhere/run/policies/v0003", digest="d3")
 
 
 def read_hold(root: str, digest: str) -> Hold:
-    [name] = storage.list_names(f"{root}/holds/{digest}")
+    # A renewal writes beside it first.
+    [name] = [name for name in storage.list_names(f"{root}/holds/{digest}") if not name.startswith(".")]
     return Hold.model_validate_json(storage.read_bytes(f"{root}/holds/{digest}/{name}"))
 
 

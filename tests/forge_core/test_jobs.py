@@ -9,12 +9,19 @@ from pathlib import Path
 import pytest
 
 from forge_core.artifacts import Ref
-from forge_core.config import FunctionConfig, OptimizerConfig, OverlongConfig, PostTrainConfig, RewardConfig
+from forge_core.config import (
+    DynamicSamplingConfig,
+    FunctionConfig,
+    OptimizerConfig,
+    OverlongConfig,
+    PostTrainConfig,
+    RewardConfig,
+)
 from forge_core.faults import Fault, FaultPlan, faults_for
 from forge_core.jobs import StageJob
 from forge_core.operation import TimeLimitsConfig, WarmthConfig
 from forge_core.plan import Plan
-from forge_core.update_config import CorrectionConfig, UpdateConfig
+from forge_core.update_config import CorrectionConfig, KlConfig, UpdateConfig
 from tests.pipeline import tiny_config
 
 POLICY = Ref(kind="policy", uri="file:///a/policies/v0001", digest="1" * 64)
@@ -31,7 +38,7 @@ def jobs(config: PostTrainConfig) -> dict[str, StageJob]:
         "sft": plan.sft(POLICY, DATASET),
         "rollout": plan.rollout(POLICY, DATASET, 0),
         "score": plan.score(ROLLOUTS, 0),
-        "update": plan.update(POLICY, SCORED, 0),
+        "update": plan.update(POLICY, [SCORED], 0),
         "evaluate": plan.evaluate(POLICY, DATASET, config.evals[0]),
     }
 
@@ -63,6 +70,12 @@ def run(**changes) -> Callable[[PostTrainConfig], PostTrainConfig]:
         (grpo(proximal="trainer"), {"update"}),
         (grpo(proximal="trainer", correction=CorrectionConfig(high=3.0)), {"update"}),
         (grpo(entropy_coefficient=0.01), {"update"}),
+        (grpo(kl=KlConfig(coefficient=0.1)), {"update"}),
+        (grpo(kl=KlConfig(coefficient=0.1, place="reward")), {"score", "update"}),
+        (grpo(drop_uniform=False), {"score"}),
+        (grpo(dynamic_sampling=DynamicSamplingConfig()), {"score", "update"}),
+        (grpo(alarms={}), set()),
+        (grpo(reference_runs_on="trainer"), set()),
         (grpo(overlong=OverlongConfig(buffer_tokens=2)), {"score"}),
         (grpo(drop_truncated=True), {"score"}),
         (grpo(group_size=8), {"rollout"}),
@@ -90,6 +103,7 @@ def test_an_update_carries_every_setting_of_how_it_learns(tmp_path: Path):
         "epochs": 3,
         "proximal": "trainer",
         "correction": CorrectionConfig(method="mask", low=0.5, high=5.0),
+        "kl": KlConfig(coefficient=0.1, estimator="k2"),
         "entropy_coefficient": 0.02,
     }
     assert changes.keys() == UpdateConfig.model_fields.keys()
@@ -115,8 +129,37 @@ def test_an_input_counts_by_its_digest_and_not_by_where_it_lies(tmp_path: Path):
     plan = Plan(tiny_config(str(tmp_path)), "run")
     moved = POLICY.model_copy(update={"uri": "s3://elsewhere/policies/v0009"})
     other = POLICY.model_copy(update={"digest": "9" * 64})
-    assert plan.update(moved, SCORED, 0).digest() == plan.update(POLICY, SCORED, 0).digest()
-    assert plan.update(other, SCORED, 0).digest() != plan.update(POLICY, SCORED, 0).digest()
+    assert plan.update(moved, [SCORED], 0).digest() == plan.update(POLICY, [SCORED], 0).digest()
+    assert plan.update(other, [SCORED], 0).digest() != plan.update(POLICY, [SCORED], 0).digest()
+
+
+def test_an_update_of_several_rollout_sets_depends_on_each_of_them_and_on_their_order(tmp_path: Path):
+    plan = Plan(tiny_config(str(tmp_path)), "run")
+    other = SCORED.model_copy(update={"digest": "5" * 64})
+    both = plan.update(POLICY, [SCORED, other], 0)
+    assert both.inputs == {"policy": POLICY, "scored": SCORED, "scored_1": other}
+    sets = ([SCORED], [other], [SCORED, other], [other, SCORED])
+    assert len({plan.update(POLICY, scored, 0).digest() for scored in sets}) == 4
+
+
+def test_refills_take_the_prompts_that_follow_and_have_names_of_their_own(tmp_path: Path):
+    plan = Plan(tiny_config(str(tmp_path)), "run")
+    places = [(0, 0, 0), (0, 1, 0), (0, 2, 0), (1, 0, 2), (2, 0, 2), (2, 1, 2)]  # iteration, refill, refills before
+    found = [plan.rollout(POLICY, DATASET, i, refill=r, earlier_refills=before) for i, r, before in places]
+    assert [job.first_prompt for job in found] == [0, 8, 16, 24, 32, 40]
+    names = [job.output.rpartition("/")[2] for job in found]
+    assert names == ["v0001", "v0001-01", "v0001-02", "v0002", "v0003", "v0003-01"]
+    assert plan.score(ROLLOUTS, 0, refill=1).output.endswith("/scored/v0001-01")
+
+
+def test_where_the_reference_policy_runs_is_not_part_of_its_job(tmp_path: Path):
+    config = grpo(kl=KlConfig(coefficient=0.1))(tiny_config(str(tmp_path)))
+    own, trainer, cpu = (
+        Plan(grpo(reference_runs_on=place)(config), "run").reference(POLICY, ROLLOUTS, 0)
+        for place in ("own", "trainer", "cpu")
+    )
+    assert own.digest() == trainer.digest() == cpu.digest()
+    assert (own.role, trainer.role, cpu.role) == ("reference", "trainer", "reference")
 
 
 @pytest.mark.parametrize(

@@ -185,7 +185,9 @@ def test_an_example_that_was_trained_on_is_told_from_one_that_was_only_sampled(r
 
 def test_an_example_influences_the_update_that_used_it_and_all_that_follow(tmp_path: Path):
     config = tiny_config(str(tmp_path))
-    plan = store_run(config, "run", rows=lambda job: ["new", "new", "x", "x"] if job.iteration == 1 else ["y"] * 4)
+    plan = store_run(
+        config, "run", rows=lambda job: ["new", "new", "x", "x"] if job.first_prompt == job.num_prompts else ["y"] * 4
+    )
     found = influence_of_example(str(tmp_path), "new")  # in no dataset, so SFT has not seen it
     assert found.sft == ()
     assert [ref.uri for ref in found.influenced] == [f"{plan.run_uri}/policies/v{version:04d}" for version in (3, 4)]

@@ -22,6 +22,7 @@ from forge_core.stages import evaluate, score
 from forge_core.stages.evaluate import judge, pass_at_k
 from forge_core.stages.score import describe
 from forge_core.stages.workspace import Workspace
+from forge_core.update_config import KlConfig
 
 EXAMPLE = Example(id="e7", messages=(Message(role="user", content="1+1="),), answer="2")
 REWARDS = """
@@ -127,17 +128,16 @@ def test_an_evaluation_counts_a_completion_whose_reward_hangs_as_wrong():
     assert (summary["eval/heldout/pass_at_1"], summary["eval/heldout/crashes"]) == (0.5, 0)
 
 
-def test_unscored_and_uniform_are_counted():
+def test_what_could_not_be_scored_is_counted_and_in_no_mean():
     scores = Scores(
         rewards=torch.tensor([[1.0], [0.0], [math.nan], [1.0]]),
         total=torch.tensor([1.0, 0.0, math.nan, 1.0]),
         advantages=torch.zeros(4),
         keep=torch.tensor([True, True, False, False]),
     )
-    summary = describe(scores, torch.tensor([0, 0, 1, 1]), (RewardConfig(fn="mine:reward"),))
+    summary = describe(scores, (RewardConfig(fn="mine:reward"),))
     assert summary["reward/mean"] == pytest.approx(2 / 3)  # of the three that could be scored
     assert summary["reward/unscored"] == 1
-    assert summary["groups/uniform_fraction"] == 0.5
     assert summary["reward_by_function/reward"] == pytest.approx(2 / 3)
 
 
@@ -147,8 +147,18 @@ def test_pass_at_k_counts_draws_without_replacement():
         pass_at_k(4, 1, 5)
 
 
-def compared(lengths: list[int], rewards: list[float], *, finish: list[str] | None = None, **settings):
-    """Scores and counts of completions of these lengths and rewards, two to a group."""
+def compared(
+    lengths: list[int],
+    rewards: list[float],
+    *,
+    finish: list[str] | None = None,
+    distance: list[float] | None = None,
+    **settings,
+):
+    """Scores and counts of completions of these lengths and rewards, two to a group.
+
+    `distance` is how much less likely the reference policy finds each of their tokens, nats.
+    """
     count = len(lengths)
     rollouts = Rollouts(
         token_ids=torch.zeros(sum(lengths) + count, dtype=torch.int64),
@@ -166,7 +176,11 @@ def compared(lengths: list[int], rewards: list[float], *, finish: list[str] | No
         source_sha256={},
         **settings,
     )
-    return score.compare(rollouts, torch.tensor(rewards)[:, None], job)
+    reference = None
+    if distance is not None:
+        # Prompts differ as well, and must not count.
+        reference = -torch.tensor(distance).repeat_interleave(torch.tensor(lengths) + 1)
+    return score.compare(rollouts, torch.tensor(rewards)[:, None], job, reference)
 
 
 def test_overlong_completions_lose_reward_from_the_start_of_the_buffer_to_the_limit():
@@ -198,3 +212,31 @@ def test_truncated_completions_stay_unless_told_otherwise():
     scores, counts = compared([4, 4], [1.0, 0], finish=["length", "length"])
     assert scores.keep.tolist() == [True, True]
     assert "completion/dropped_truncated" not in counts
+
+
+def test_the_distance_from_the_reference_policy_lowers_the_reward_by_its_sum_over_the_completion():
+    kl = KlConfig(coefficient=0.5, place="reward")
+    scores, counts = compared([3, 2], [1.0, 1.0], distance=[0.2, -0.1], kl=kl)
+    assert scores.total.tolist() == pytest.approx([1 - 0.5 * 3 * 0.2, 1 + 0.5 * 2 * 0.1])  # k1 may be negative
+    assert scores.rewards[:, 0].tolist() == [1, 1]
+    assert counts["reward/kl_penalty"] == pytest.approx(0.5 * (0.6 - 0.2) / 2)
+    assert scores.keep.all()
+    squared, _ = compared([3, 2], [1.0, 1.0], distance=[0.2, -0.1], kl=kl.model_copy(update={"estimator": "k2"}))
+    assert squared.total.tolist() == pytest.approx([1 - 0.5 * 3 * 0.02, 1 - 0.5 * 2 * 0.005])
+
+
+def test_penalties_make_no_group_worth_keeping_when_spread_is_that_of_the_rewards():
+    overlong = OverlongConfig(buffer_tokens=4)
+    settings = {"overlong": overlong, "max_tokens": 10, "spread_of": "rewards"}
+    scores, counts = compared([8, 9, 2, 9, 10, 10], [1.0, 1, 1, 0, math.nan, 1], **settings)
+    assert scores.keep.tolist() == [False, False, True, True, False, False]
+    assert counts["groups/informative"] == 1
+    assert counts["groups/uniform_fraction"] == pytest.approx(2 / 3)
+    assert scores.advantages[:2].tolist() == pytest.approx([0.125, -0.125])  # which nothing trains on
+
+
+def test_groups_without_a_spread_are_kept_on_request_and_counted_all_the_same():
+    scores, counts = compared([4] * 6, [1.0, 1, 1, 0, math.nan, 1], drop_uniform=False)
+    assert scores.keep.tolist() == [True, True, True, True, False, True]
+    assert scores.advantages.tolist() == [0, 0, 0.5, -0.5, 0, 0]
+    assert (counts["groups/informative"], counts["groups/without_valid_completion"]) == (1, 0)

@@ -14,6 +14,7 @@ from forge_core.batching import TrainSequence, pack_sequences
 from forge_core.losses import LossOutput, dapo, grpo, gspo, reinforce, sapo
 from forge_core.trainer.objective import objective
 from forge_core.trainer.token_sums import TokenSums
+from forge_core.update_config import KlConfig
 
 AGGREGATIONS = ["token_mean", "sequence_mean", "fixed_horizon"]
 HORIZON = 12
@@ -27,7 +28,8 @@ def documents(lengths: list[int], advantages: list[float] | None = None) -> list
         mask = torch.arange(length + 1) >= 1
         logprobs = torch.where(mask, -0.5 - torch.rand(length + 1, generator=generator), 0.0)
         advantage = float(torch.randn((), generator=generator)) if advantages is None else advantages[index]
-        found.append(TrainSequence(torch.arange(length + 1), mask, logprobs, advantage))
+        reference = logprobs + 0.4 * torch.rand(length + 1, generator=generator)
+        found.append(TrainSequence(torch.arange(length + 1), mask, logprobs, advantage, reference))
     return found
 
 
@@ -49,6 +51,7 @@ def loss_and_gradient(
     micro_batch_rows: int = 1,
     num_ranks: int = 1,
     order: list[int] | None = None,
+    kl: KlConfig | None = None,
     entropy_coefficient: float = 0.3,
 ) -> tuple[Tensor, Tensor]:
     """Of the policy above, over the micro-batches of all ranks; the square of a log-prob stands for the entropy."""
@@ -61,8 +64,9 @@ def loss_and_gradient(
     for rank in range(num_ranks):
         for piece in batch.for_rank(rank, num_ranks).micro_batches(micro_batch_rows):
             at = torch.tensor(order)[piece.sequence_ids[piece.mask]], piece.positions[piece.mask] + 1
+            entropies = table[at].square()
             total = total + objective(
-                loss, piece, table[at], table[at].square(), entropy_coefficient=entropy_coefficient, sums=sums
+                loss, piece, table[at], entropies, kl=kl, entropy_coefficient=entropy_coefficient, sums=sums
             )
     total.backward()
     assert table.grad is not None
@@ -75,7 +79,8 @@ def loss_and_gradient(
 def test_loss_and_gradient_are_the_same_however_the_batch_is_cut_up(aggregation, data, lengths: list[int]):
     sequences = documents(lengths)
     loss = data.draw(st.sampled_from([grpo, dapo, gspo, sapo]))
-    expected = loss_and_gradient(sequences, loss, aggregation)
+    kl = KlConfig(coefficient=0.2, estimator=data.draw(st.sampled_from(["k2", "k3", "k3_ratio"])))
+    expected = loss_and_gradient(sequences, loss, aggregation, kl=kl)
     found = loss_and_gradient(
         sequences,
         loss,
@@ -84,6 +89,7 @@ def test_loss_and_gradient_are_the_same_however_the_batch_is_cut_up(aggregation,
         micro_batch_rows=data.draw(st.integers(1, 8), label="micro_batch_rows"),
         num_ranks=data.draw(st.integers(1, 3), label="num_ranks"),
         order=data.draw(st.permutations(range(len(lengths))), label="order"),
+        kl=kl,
     )
     torch.testing.assert_close(found, expected, atol=1e-7, rtol=1e-6)
 
@@ -123,7 +129,8 @@ def test_what_a_token_of_a_short_and_of_a_long_completion_counts():
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 def test_a_sequence_without_trained_tokens_counts_for_nothing(aggregation):
     sequences = documents([3, 4])
-    empty = TrainSequence(torch.zeros(1, dtype=torch.int64), torch.tensor([False]), torch.zeros(1), advantage=9.0)
+    nothing = torch.zeros(1)
+    empty = TrainSequence(nothing.long(), torch.tensor([False]), nothing, advantage=9.0, reference_logprobs=nothing)
     loss, _ = loss_and_gradient(sequences, grpo, aggregation)
     assert loss_and_gradient([*sequences, empty], grpo, aggregation)[0].item() == pytest.approx(loss.item())
 
@@ -157,3 +164,56 @@ def test_the_effective_sample_size_counts_tokens():
     sums.add_ratio("ratio", torch.tensor([1.0, 1.0]))
     mean, square = sums.sums["ratio/mean"].item(), sums.squares["ratio"].item()
     assert (mean, square, sums.maxima["ratio/max"].item()) == (1.5, 3.0, 3.0)
+
+
+@pytest.mark.parametrize("estimator", ["k2", "k3", "k3_ratio"])
+def test_a_kl_term_adds_its_plain_formula_in_value_and_gradient(estimator):
+    sequences, kl = documents([3, 5, 1]), KlConfig(coefficient=0.7, estimator=estimator)
+    without, gradient_without = loss_and_gradient(sequences, grpo, "sequence_mean")
+    found, gradient = loss_and_gradient(sequences, grpo, "sequence_mean", kl=kl)
+
+    table, expected = policy(sequences), torch.zeros(()).double()
+    for index, sequence in enumerate(sequences):
+        assert sequence.reference_logprobs is not None
+        for place in range(1, len(sequence.token_ids)):
+            lp = table[index, place]
+            d = lp - sequence.reference_logprobs[place].double()
+            k3 = torch.exp(-d) + d - 1
+            ratio = torch.exp(lp - sequence.generator_logprobs[place].double())
+            term = {"k2": d**2 / 2, "k3": k3, "k3_ratio": ratio * k3}[estimator]
+            expected = expected + 0.7 * term / (len(sequence.token_ids) - 1) / len(sequences)
+    (expected_gradient,) = torch.autograd.grad(expected, table)
+    assert (found - without).item() == pytest.approx(expected.item(), abs=1e-6)
+    torch.testing.assert_close(gradient - gradient_without, expected_gradient, atol=1e-6, rtol=1e-5)
+
+
+def test_a_kl_term_that_only_measures_or_lowers_rewards_changes_no_loss():
+    sequences = documents([3, 5, 1])
+    expected = loss_and_gradient(sequences, grpo, "token_mean")
+    for kl in (KlConfig(coefficient=0), KlConfig(coefficient=0.5, place="reward")):
+        torch.testing.assert_close(loss_and_gradient(sequences, grpo, "token_mean", kl=kl), expected, atol=0, rtol=0)
+
+
+def test_a_reference_policy_that_never_says_a_token_gives_a_finite_loss_and_is_counted():
+    [sequence] = documents([2], [1.0])
+    assert sequence.reference_logprobs is not None
+    sequence.reference_logprobs[1] = -200.0
+    batch, sums = pack_sequences([sequence], 8), TokenSums(2)
+    logprobs = torch.full((2,), -0.1, requires_grad=True)
+    kl = KlConfig(coefficient=0.1, estimator="k3")
+    loss = objective(reinforce, batch, logprobs, torch.zeros(2), kl=kl, entropy_coefficient=0, sums=sums)
+    loss.backward()
+    assert loss.isfinite()
+    assert logprobs.grad is not None
+    assert logprobs.grad.isfinite().all()
+    assert sums.sums["kl/reference_clamped"].item() == 0.5
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_completions_that_count_without_a_forward_pass_weigh_as_if_they_had_had_one(aggregation):
+    sequences = documents([3, 5, 4, 2], [1.0, -0.5, 0.0, 0.0])
+    whole = pack_sequences(sequences, 16, aggregation=aggregation, max_tokens=HORIZON)
+    spared = pack_sequences(sequences[:2], 16, aggregation=aggregation, max_tokens=HORIZON, idle_lengths=[4, 2])
+    for index in (0, 1):
+        weights = [batch.weights[(batch.sequence_ids == index) & batch.mask] for batch in (whole, spared)]
+        torch.testing.assert_close(weights[0], weights[1], atol=0, rtol=0)

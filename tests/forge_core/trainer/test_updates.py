@@ -56,7 +56,7 @@ def update(open_trainer, qwen3, sampled, tmp_path: Path, exported, digest) -> Ca
         job = UpdateJob(
             output="memory://policies/v0001",
             policy=Ref(kind="policy", uri="memory://policies/v0000", digest="0" * 64),
-            scored=scored,
+            scored=(scored,),
             source_sha256="0",
             optimizer=OptimizerConfig(learning_rate=3e-3),
             total_steps=0,
