@@ -176,14 +176,15 @@ class Tracker:
         except MlflowException as error:
             if error.error_code != "RESOURCE_ALREADY_EXISTS":
                 raise
-        versions = self._client.search_model_versions(f"name = '{name}'")
-        found = [version for version in versions if version.tags.get("forge.digest") == published.policy.digest]
         lineage = upstream(published.policy)
         self._client.log_text(self._run_id, lineage.model_dump_json(indent=1), "lineage.json")
         self._client.log_text(self._run_id, as_tree(lineage), "lineage.txt")
         tags = model_tags(published, lineage, self._plan.config)
         # A tracking server refuses file:// sources outside its own artifacts; local:// is fsspec's other name for them.
         source = published.hf_uri.replace("file://", "local://", 1)
+        versions = self._client.search_model_versions(f"name = '{name}'")
+        # The same policy published from another run is another version: the files of that one may go.
+        found = [version for version in versions if version.source == source]
         version = found[0] if found else self._client.create_model_version(name, source, self._run_id, tags=tags)
         self._client.set_registered_model_alias(name, "challenger", version.version)
 

@@ -19,7 +19,7 @@ from forge_core.stages.workspace import committed
 from tasks.processes import StageProcesses, stage_processes
 
 TINY = Path(__file__).parent.parent / "deployments" / "configs" / "tiny.yaml"
-COLD = WarmthConfig(trainer=False, generator=False, scorer=False)
+COLD = WarmthConfig(trainer=False, generator=False, scorer=False, reference=False)
 Run = Callable[[StageJob], Ref]
 
 

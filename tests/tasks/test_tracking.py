@@ -33,6 +33,18 @@ def test_a_policy_in_a_local_store_is_registered_once(mlflow_server: Service, tm
     assert len(client.search_model_versions("name = 'local'")) == 1
     assert storage.local_path(str(version.source)) == storage.local_path(published.hf_uri)
 
+    # The same policy from another store is another version: the files of the first may be deleted with their run.
+    place = tmp_path / "elsewhere"
+    place.mkdir()
+    elsewhere = Plan(tiny_config(str(place)), "run")
+    again = publication.publish(str(place), "local", _commit(place, elsewhere).ref, run_id="run", metrics={})
+    assert again.policy.digest == published.policy.digest
+    with tracking(elsewhere, None, logging.getLogger("run")) as tracker:
+        tracker.register(again)
+    version = client.get_model_version_by_alias("local", "challenger")
+    assert len(client.search_model_versions("name = 'local'")) == 2
+    assert storage.local_path(str(version.source)) == storage.local_path(again.hf_uri)
+
 
 @pytest.mark.slow
 def test_a_registered_model_and_every_metric_lead_to_what_made_them(mlflow_server: Service, tmp_path: Path):

@@ -15,10 +15,12 @@ import pytest
 
 from forge_core import storage
 from forge_core.artifacts import ArtifactError, read_manifest
-from forge_core.faults import FaultPlan
+from forge_core.config import PostTrainConfig
+from forge_core.faults import Fault, FaultPlan
 from forge_core.jobs import StageJob, UpdateJob
 from forge_core.plan import Plan
 from forge_core.stages.process import StageError
+from forge_core.update_config import KlConfig
 from tasks.processes import stage_processes
 from tests.pipeline import COLD, events, in_processes, policies, run_pipeline, steps, tiny_config, weights_sha256
 
@@ -78,6 +80,44 @@ def test_a_stage_process_killed_at_work_is_replaced_and_the_bits_are_the_same(un
         assert weights_sha256(policies(plan)) == undisturbed
 
 
+@pytest.fixture(scope="module")
+def penalised(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Weights of a run that is held near its reference policy, which has a process of its own."""
+    return weights_sha256(run_pipeline(with_reference(str(tmp_path_factory.mktemp("penalised"))), "run"))
+
+
+def with_reference(root: str, runs_on: str = "own", **changes) -> PostTrainConfig:
+    config = tiny_config(root, **changes)
+    grpo = {"kl": KlConfig(coefficient=0.1), "proximal": "trainer", "reference_runs_on": runs_on}
+    return config.model_copy(update={"grpo": config.grpo.model_copy(update=grpo)})
+
+
+@pytest.mark.parametrize("runs_on", ["own", "trainer"])
+def test_a_reference_policy_killed_at_work_gives_the_same_bits_wherever_it_runs(
+    undisturbed, penalised, tmp_path: Path, runs_on: str
+):
+    faults = FaultPlan(faults=(Fault(job="reference v0002", action="kill"),))
+    config = with_reference(str(tmp_path), runs_on, fault_plan=faults)
+    assert weights_sha256(run_pipeline(config, "run")) == penalised
+    assert penalised[:2] == undisturbed[:2]
+    assert not set(penalised[3:]) & set(undisturbed)
+    run_uri = Plan(config, "run").run_uri
+    first, later = (read_manifest(f"{run_uri}/policies/v000{version}") for version in (2, 4))
+    assert first is not None
+    assert later is not None
+    sampled = read_manifest(f"{run_uri}/reference_logprobs/v0001")
+    assert sampled is not None
+    # At step 0 the policy is its own reference, but for what two engines make of it.
+    assert abs(sampled.summary["kl/sampled_k1"]) < 1e-4
+    assert first.summary["kl/reference"] < later.summary["kl/reference"]
+    attempts = [event["job"] for event in events(config, "attempt") if event["job"].startswith("reference")]
+    assert sorted(attempts) == ["reference v0001", "reference v0002", "reference v0002", "reference v0003"]
+
+
+def test_cold_reference_policies_give_the_same_bits(penalised, tmp_path: Path):
+    assert weights_sha256(run_pipeline(with_reference(str(tmp_path), keep_warm=COLD), "run")) == penalised
+
+
 def test_a_run_resumed_by_a_new_owner_makes_only_what_is_missing(undisturbed, tmp_path: Path):
     config = tiny_config(str(tmp_path))
 
@@ -127,6 +167,7 @@ def test_a_damaged_snapshot_is_named_and_replay_goes_further_back(undisturbed, t
 
 OWNER = """
 import logging, sys, time
+from forge_core.update_config import KlConfig
 from tasks.processes import stage_processes
 from tests.pipeline import tiny_config
 with stage_processes(tiny_config(sys.argv[1]), logging.getLogger("owner")) as processes:
