@@ -14,3 +14,13 @@ def brevity(completion: str, example: Example) -> float:
 def reinforce(inputs: LossInputs) -> LossOutput:
     """The plain policy gradient."""
     return LossOutput(-inputs.advantages * inputs.logprobs)
+
+
+def parity(completion: str, example: Example) -> float:
+    """1 for an odd number of characters: some groups agree on it, others do not."""
+    return float(len(completion) % 2)
+
+
+def constant(completion: str, example: Example, *, value: float) -> float:
+    """The same for every completion."""
+    return value
