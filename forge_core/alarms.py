@@ -25,9 +25,11 @@ class BoundsConfig(Settings):
         return self
 
 
-# Engines that agree differ by about 0.01 nats a token in bfloat16; a policy near 0 entropy samples nothing new.
+# Engines that agree differ by about 0.01 nats a token in bfloat16, a KL of 1e-4; weights 0.01 apart make it 0.03.
+# In `logprob_gap` and `kl/behavior` is the update's own way as well. A policy without entropy samples nothing new.
 DEFAULT_ALARMS = {
-    "logprob_gap/mean": BoundsConfig(high=0.2),
+    "logprob_gap/mean": BoundsConfig(high=0.15),
+    "kl/mismatch": BoundsConfig(high=0.01),
     "kl/behavior": BoundsConfig(high=0.1),
     "entropy/mean": BoundsConfig(low=0.001),
 }

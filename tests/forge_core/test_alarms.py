@@ -33,7 +33,7 @@ def test_only_an_alarm_that_is_to_stop_the_run_does_and_says_how_to_go_on():
 
 
 def test_the_default_bounds_hold_for_engines_that_agree_and_not_for_ones_that_do_not():
-    sound = {"logprob_gap/mean": 0.015, "kl/behavior": 0.001, "entropy/mean": 0.4}
+    sound = {"logprob_gap/mean": 0.015, "kl/mismatch": 2e-4, "kl/behavior": 0.001, "entropy/mean": 0.4}
     assert find_alarms(sound, DEFAULT_ALARMS) == {}
-    broken = {"logprob_gap/mean": 0.5, "kl/behavior": 0.3, "entropy/mean": 1e-5}
+    broken = {"logprob_gap/mean": 0.5, "kl/mismatch": 0.1, "kl/behavior": 0.3, "entropy/mean": 1e-5}
     assert find_alarms(broken, DEFAULT_ALARMS).keys() == DEFAULT_ALARMS.keys()

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from forge_core import artifacts
+from forge_core.alarms import DEFAULT_ALARMS, find_alarms
 from forge_core.artifacts import Ref
 from forge_core.batching import TrainSequence, pack_sequences
 from forge_core.config import OptimizerConfig, TrainerConfig
@@ -49,8 +50,10 @@ def sampled(open_trainer, qwen3) -> list[TrainSequence]:
 def update(open_trainer, qwen3, sampled, tmp_path: Path, exported, digest) -> Callable[..., tuple[dict, str]]:
     """Applies one update to the tiny policy: its summary, and the digest of the weights after it."""
 
-    def apply(*, mismatch: float = 0.0, num_completions: int = 8, num_kept: int = 8, **settings) -> tuple[dict, str]:
-        trainer: PolicyTrainer = open_trainer(qwen3, optimizer=OptimizerConfig(learning_rate=3e-3))
+    def apply(
+        *, mismatch: float = 0.0, num_completions: int = 8, num_kept: int = 8, policy: Path = qwen3, **settings
+    ) -> tuple[dict, str]:
+        trainer: PolicyTrainer = open_trainer(policy, optimizer=OptimizerConfig(learning_rate=3e-3))
         place = tmp_path / f"{mismatch}-{num_completions}-{num_kept}"
         scored = _commit(place, sampled[:num_completions], mismatch, num_kept)
         job = UpdateJob(
@@ -191,3 +194,20 @@ def test_every_loss_trains(update, fn):
     summary, _ = update(loss=FunctionConfig(fn=fn), epochs=2)
     assert summary["grad_norm/total"] > 0
     assert summary["ratio/max"] > 1
+
+
+@pytest.mark.parametrize("proximal", ["generator", "trainer"])
+def test_a_generator_with_slightly_other_weights_raises_an_alarm(update, make_policy, proximal):
+    @torch.no_grad()
+    def disturb(model: torch.nn.Module) -> None:
+        noise = torch.Generator().manual_seed(1)
+        for parameter in model.parameters():
+            parameter.add_(1e-2 * torch.randn(parameter.shape, generator=noise))
+
+    sound, _ = update(proximal=proximal)
+    assert not find_alarms(sound, DEFAULT_ALARMS)
+    disturbed, _ = update(proximal=proximal, policy=make_policy("qwen3-tied", disturb))
+    assert "logprob_gap/mean" in find_alarms(disturbed, DEFAULT_ALARMS)
+    assert ("kl/mismatch" in find_alarms(disturbed, DEFAULT_ALARMS)) == (proximal == "trainer")
+    ratios = "ratio" if proximal == "generator" else "mismatch_ratio"
+    assert disturbed[f"{ratios}/effective_sample_size"] < 0.99 < sound[f"{ratios}/effective_sample_size"]
