@@ -198,7 +198,9 @@ class Tracker:
     def _log_params(self, run_id: str, params: dict[str, str]) -> None:
         from mlflow.entities import Param
 
-        entries = [Param(name, value[:MAX_PARAM_CHARS]) for name, value in params.items()]
+        # MLflow keeps the first value of a parameter; config.json has what the run was last started with.
+        known = self._client.get_run(run_id).data.params
+        entries = [Param(name, value[:MAX_PARAM_CHARS]) for name, value in params.items() if name not in known]
         for begin in range(0, len(entries), PARAMS_PER_BATCH):
             self._client.log_batch(run_id, params=entries[begin : begin + PARAMS_PER_BATCH])
 
