@@ -2,8 +2,8 @@
 
     python -m benchmarks.learning [--seed 0] [--algorithms grpo,gspo] [--iterations 10]
 
-Writes benchmarks/learning.{json,md,png}. A second call goes on where the first one stopped. Exits with 1 when the held-out
-accuracy of an algorithm is not above that of SFT by two standard errors.
+Writes benchmarks/learning.{json,md,png}. A second call goes on where the first one stopped. Exits with 1 when the
+held-out accuracy of an algorithm is not above that of SFT by two standard errors.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import os
 import platform
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import matplotlib as mpl
@@ -49,22 +48,17 @@ def settings(algorithm: str, seed: int, iterations: int, root: str) -> PostTrain
     return PostTrainConfig.model_validate(base | {"grpo": grpo, "name": algorithm, "seed": seed, "root": root})
 
 
-def run(algorithm: str, config: PostTrainConfig, run_id: str) -> float:
-    """Seconds it took to run, or to find that it has run."""
+def run(config: PostTrainConfig, run_id: str) -> None:
+    """Run a config, or find that it has run; its log and its config lie beside its artifacts."""
     path = Path(config.root) / f"{run_id}.yaml"
     path.parent.mkdir(parents=True, exist_ok=True)
-    given = config.model_dump(mode="json")
-    if any(place.is_dir() and (place / "policies" / "v0001").is_dir() for place in path.parent.glob("*")):
-        given["reuse_from"] = config.root  # start policy and SFT are those of the first algorithm
-    path.write_text(yaml.safe_dump(given))
-    started = time.monotonic()
+    path.write_text(yaml.safe_dump(config.model_dump(mode="json")))
     command = [sys.executable, "-m", "flows.post_train", str(path), "--run-id", run_id]
     with (path.parent / f"{run_id}.log").open("a") as log:
         subprocess.run(command, check=True, stdout=log, stderr=subprocess.STDOUT)
-    return time.monotonic() - started
 
 
-def figures(config: PostTrainConfig, run_id: str, wall_seconds: float) -> dict:
+def figures(config: PostTrainConfig, run_id: str) -> dict:
     """What a finished run achieved."""
     found = report(Plan(config, run_id))
     count = config.evals[0].num_examples
@@ -74,7 +68,6 @@ def figures(config: PostTrainConfig, run_id: str, wall_seconds: float) -> dict:
         "standard_error": errors,
         "rewards": found.rewards,
         "iteration_seconds": found.iteration_seconds,
-        "wall_seconds": wall_seconds,
     }
 
 
@@ -89,10 +82,10 @@ def table(found: dict[str, dict], command: str) -> str:
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], check=True, capture_output=True, text=True)
     lines = [
         "# Learning curves\n",
-        "Each algorithm on the quickstart's task: two-digit sums, 384 prompts of 8 completions and 8 optimizer steps an "
-        "iteration, from the same SFT policy. Accuracy is greedy on 500 held-out sums, ± its standard error.\n",
-        f"`{command}` at {commit.stdout.strip()}, {os.cpu_count()} cores of {platform.machine()}, shared with other work: "
-        "seconds are no benchmark.\n",
+        "Each algorithm on the quickstart's task: two-digit sums, 384 prompts of 8 completions and 8 optimizer steps "
+        "an iteration, from the same SFT policy. Accuracy is greedy on 500 held-out sums, ± its standard error.\n",
+        f"`{command}` at {commit.stdout.strip()}, {os.cpu_count()} cores of {platform.machine()}, shared with other "
+        "work: seconds are no benchmark.\n",
         "| algorithm | after SFT | after RL | gain | mean reward, first and last iteration | s/iteration |",
         "| --- | --- | --- | --- | --- | --- |",
     ]
@@ -133,9 +126,7 @@ def plot(found: dict[str, dict], path: Path) -> None:
     axes.set_xlim(0.7, max(len(one["rewards"]) for one in found.values()) * 1.3)
     axes.set_xlabel("iteration")
     axes.set_ylabel("mean reward of the rollouts (correct answers at temperature 1)")
-    axes.set_title(
-        "Two-digit sums, one seed: reward by iteration; held-out greedy accuracy after SFT → after RL", fontsize=10
-    )
+    axes.set_title("Two-digit sums, one seed. At the right: held-out greedy accuracy after SFT → after RL", fontsize=10)
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="y", alpha=0.25)
     figure.tight_layout()
@@ -151,10 +142,13 @@ def main() -> None:
     parser.add_argument("--root", default=".forge/learning", help="where the runs go")
     arguments = parser.parse_args()
     found: dict[str, dict] = {}
+    first: str | None = None
     for name in arguments.algorithms.split(","):
-        config = settings(name, arguments.seed, arguments.iterations, arguments.root)
         run_id = f"{name}-seed{arguments.seed}-{arguments.iterations}"
-        found[name] = figures(config, run_id, run(name, config, run_id))
+        config = settings(name, arguments.seed, arguments.iterations, arguments.root)
+        run(config.model_copy(update={"reuse_from": first}), run_id)  # start policy and SFT of the first algorithm
+        first = first or f"{arguments.root}/{run_id}"
+        found[name] = figures(config, run_id)
         print(f"{name}: {found[name]['accuracy']}", flush=True)
         (HERE / "learning.json").write_text(json.dumps(found, indent=1) + "\n")
         (HERE / "learning.md").write_text(table(found, f"python -m benchmarks.learning --seed {arguments.seed}"))
