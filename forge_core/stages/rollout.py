@@ -70,10 +70,15 @@ def gather(examples: list[Example], prompts: list[list[int]], groups: list[list[
 
 
 def describe(rollouts: Rollouts, generate_seconds: float) -> dict[str, float]:
-    """Lengths and throughput of a rollout set under their tracking names."""
+    """Lengths and throughput of a rollout set under their tracking names.
+
+    Lengths are of all completions; `terminated_mean` is of those that ended by themselves, if there are any.
+    """
     lengths = rollouts.completion_lengths.tolist()
+    terminated = rollouts.completion_lengths[~rollouts.is_truncated].tolist()
     distinct = len({(text.example.id, text.completion) for text in rollouts.texts})
-    return {
+    means = {"completion/length/terminated_mean": statistics.fmean(terminated)} if terminated else {}
+    return means | {
         "completion/length/mean": statistics.fmean(lengths),
         "completion/length/max": max(lengths),
         "completion/truncated_fraction": rollouts.is_truncated.float().mean().item(),

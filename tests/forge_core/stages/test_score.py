@@ -18,7 +18,7 @@ from forge_core.jobs import ScoreJob
 from forge_core.rewards.overlong import overlong_penalties
 from forge_core.rewards.pool import RewardPool
 from forge_core.rollouts import Rollouts, RolloutTexts, Scores
-from forge_core.stages import evaluate, score
+from forge_core.stages import evaluate, rollout, score
 from forge_core.stages.evaluate import judge, pass_at_k
 from forge_core.stages.score import describe
 from forge_core.stages.workspace import Workspace
@@ -206,6 +206,29 @@ def test_truncated_completions_are_dropped_as_if_they_had_not_been_sampled_and_c
     assert scores.keep.tolist() == [True, True, False, False, False, False]
     assert scores.advantages.tolist() == [0.5, -0.5, 0, 0, 0, 0]
     assert (counts["completion/dropped_truncated"], counts["groups/without_valid_completion"]) == (3, 1)
+
+
+def test_an_empty_completion_keeps_its_reward_and_counts_in_its_group():
+    scores, _ = compared([0, 3], [1.0, 0.0])
+    assert scores.total.tolist() == [1, 0]
+    assert scores.advantages.tolist() == [0.5, -0.5]
+    assert scores.keep.tolist() == [True, True]
+
+
+def test_lengths_are_those_of_all_completions_truncated_ones_included():
+    example = RolloutTexts(EXAMPLE, "", "stop")
+    rollouts = Rollouts(
+        token_ids=torch.zeros(17, dtype=torch.int64),
+        generator_logprobs=torch.zeros(17),
+        offsets=torch.tensor([0, 6, 10, 15, 17]),
+        prompt_lengths=torch.ones(4, dtype=torch.int64),
+        group_ids=torch.tensor([0, 0, 1, 1]),
+        texts=(RolloutTexts(EXAMPLE, "", "length"), example, example, example),
+    )
+    summary = rollout.describe(rollouts, 1.0)
+    assert summary["completion/length/mean"] == 3.25  # 5, 3, 4, 1
+    assert summary["completion/length/terminated_mean"] == pytest.approx(8 / 3)
+    assert summary["completion/truncated_fraction"] == 0.25
 
 
 def test_truncated_completions_stay_unless_told_otherwise():
