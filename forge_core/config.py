@@ -24,6 +24,9 @@ class RewardConfig(FunctionConfig):
     """One reward function and its weight in the total."""
 
     weight: float = Field(1.0, description="Weight of this reward in the total reward")
+    gate: str | None = Field(
+        None, description="Another reward of the list, by its fn: where that one is below 1, this one counts as 0"
+    )
     timeout_seconds: float = Field(
         10.0, gt=0, description="Seconds one call may take; after that its completion cannot be scored"
     )
@@ -182,6 +185,13 @@ class GrpoConfig(UpdateConfig):
             )
         if self.sampling.temperature == 0:
             raise ValueError("sampling.temperature is 0; training rollouts must be sampled, use 1.0")
+        for reward in self.rewards:
+            others = [other.fn for other in self.rewards if other is not reward]
+            if reward.gate is not None and reward.gate not in others:
+                raise ValueError(
+                    f"rewards: {reward.fn} has the gate {reward.gate}, which must be another reward of the list "
+                    f"({', '.join(others) or 'there is none'})"
+                )
         if self.minibatches > self.prompts_per_iteration:
             raise ValueError(
                 f"minibatches is {self.minibatches}, more than prompts_per_iteration ({self.prompts_per_iteration}); "

@@ -27,6 +27,13 @@ Role = Literal["reward", "advantage", "loss", "dataset"]
 BUILT_INS: dict[Role, dict[str, str]] = {
     "reward": {
         "exact_number": "forge_core.rewards.numbers:exact_number",
+        "gsm8k": "forge_core.rewards.numbers:gsm8k",
+        "boxed": "forge_core.rewards.mathematics:boxed",
+        "math": "forge_core.rewards.mathematics:math",
+        "thinking": "forge_core.rewards.form:thinking",
+        "format": "forge_core.rewards.form:format",
+        "regex": "forge_core.rewards.form:regex",
+        "length": "forge_core.rewards.form:length",
         "reasoning_gym": "forge_core.rewards.gym:reasoning_gym",
     },
     "advantage": {

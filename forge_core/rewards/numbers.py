@@ -2,25 +2,46 @@
 
 from __future__ import annotations
 
-import re
 from fractions import Fraction
+from typing import Literal
 
 from forge_core.examples import Example
-
-_NUMBER = re.compile(r"-?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?")
+from forge_core.rewards import answers
 
 
 def exact_number(completion: str, example: Example) -> float:
     """1 when the last number of the completion equals the answer, else 0.
 
-    Thousands separators are understood and the comparison is exact ("1,000" is 1000.0). Raises ValueError when the
-    example's answer is not a number.
+    Thousands separators, fractions, exponents and units are understood, and the comparison is exact ("1,000" is
+    1000.0). Raises ValueError when the example's answer is not a number.
     """
-    if example.answer is None or not _NUMBER.fullmatch(example.answer.strip()):
-        raise ValueError(f"example {example.id} has the answer {example.answer!r}; exact_number needs a number")
-    found = _NUMBER.findall(completion)
-    return float(bool(found) and _value(found[-1]) == _value(example.answer.strip()))
+    found = answers.last_number(answers.visible(completion))
+    return float(found is not None and found == _gold(example, "exact_number"))
 
 
-def _value(text: str) -> Fraction:
-    return Fraction(text.replace(",", ""))
+def gsm8k(completion: str, example: Example, *, method: Literal["flexible", "strict"] = "flexible") -> float:
+    r"""1 when the answer equals the example's, which may be given as GSM8K has it ("... #### 72").
+
+    strict: the answer stands after `####`. flexible: it may also stand in \boxed{}, in <answer> tags, after "the answer
+    is", or be the last number. Raises ValueError for another method, and for an example without a numeric answer.
+    """
+    text = answers.visible(completion)
+    match method:
+        case "strict":
+            declared = answers.after_hashes(text)
+        case "flexible":
+            declared = answers.declared(text)
+        case _:
+            raise ValueError(f"gsm8k has no method {method!r}; use flexible or strict")
+    found = None if declared is None else answers.first_number(declared)
+    if found is None and method == "flexible":
+        found = answers.last_number(text)
+    return float(found is not None and found == _gold(example, "gsm8k"))
+
+
+def _gold(example: Example, reward: str) -> Fraction:
+    text = example.answer or ""
+    found = answers.first_number(answers.after_hashes(text) or text)
+    if found is None:
+        raise ValueError(f"example {example.id} has the answer {example.answer!r}; {reward} needs a number")
+    return found

@@ -50,6 +50,7 @@ def compare(
 
     `reference` are the reference policy's log-probs [T] when the job penalises the distance from it.
     """
+    rewards = gated(rewards, job.rewards)
     weights = torch.tensor([reward.weight for reward in job.rewards])
     unshaped = total = (rewards * weights).sum(dim=1)  # [N], NaN when any function could not score
     shaping: dict[str, float] = {}
@@ -84,6 +85,17 @@ def compare(
     }
     keep = is_informative if job.drop_uniform else is_valid
     return Scores(rewards=rewards, total=total, advantages=advantages, keep=keep), shaping
+
+
+def gated(rewards: Tensor, configs: tuple[RewardConfig, ...]) -> Tensor:
+    """Rewards [N, K], each 0 where the one that is its gate is below 1; what could not be scored stays NaN."""
+    names = [config.fn for config in configs]
+    result = rewards.clone()
+    for column, config in enumerate(configs):
+        if config.gate is not None:
+            is_shut = rewards[:, names.index(config.gate)] < 1
+            result[is_shut & ~rewards[:, column].isnan(), column] = 0
+    return result
 
 
 def kl_penalties(rollouts: Rollouts, reference: Tensor, estimator: Estimator) -> Tensor:

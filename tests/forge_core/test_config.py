@@ -51,6 +51,10 @@ def refuse(changes: dict, message: str) -> None:
         ({"trainer": {"dtype": "float16"}}, r"trainer.dtype\s+Input should be 'auto', 'float32' or 'bfloat16'"),
         ({"grpo": {"rewards": [{"fn": "exact_number", "timeout_seconds": 0}]}}, r"timeout_seconds\s+.* greater than 0"),
         ({"evals": [{"reward_timeout_seconds": -1}]}, r"reward_timeout_seconds\s+Input should be greater than 0"),
+        (
+            {"grpo": {"rewards": [{"fn": "exact_number", "gate": "boxed"}]}},
+            r"gate boxed, which must be .* none",
+        ),
         ({"grpo": {"rewards": []}}, r"grpo.rewards\s+Tuple should have at least 1 item"),
         ({"name": "My Policy"}, r"name\s+String should match pattern"),
     ],

@@ -159,15 +159,6 @@ def compared(
 
     `distance` is how much less likely the reference policy finds each of their tokens, nats.
     """
-    count = len(lengths)
-    rollouts = Rollouts(
-        token_ids=torch.zeros(sum(lengths) + count, dtype=torch.int64),
-        generator_logprobs=torch.zeros(sum(lengths) + count),
-        offsets=torch.tensor([0, *lengths]).cumsum(0) + torch.arange(count + 1),
-        prompt_lengths=torch.ones(count, dtype=torch.int64),
-        group_ids=torch.arange(count) // 2,
-        texts=tuple(RolloutTexts(EXAMPLE, "", reason) for reason in finish or ["stop"] * count),
-    )
     job = ScoreJob(
         output="memory://scored",
         rollouts=Ref(kind="rollouts", uri="memory://rollouts", digest="0" * 64),
@@ -180,7 +171,20 @@ def compared(
     if distance is not None:
         # Prompts differ as well, and must not count.
         reference = -torch.tensor(distance).repeat_interleave(torch.tensor(lengths) + 1)
-    return score.compare(rollouts, torch.tensor(rewards)[:, None], job, reference)
+    return score.compare(rollouts_of(lengths, finish), torch.tensor(rewards)[:, None], job, reference)
+
+
+def rollouts_of(lengths: list[int], finish: list[str] | None = None) -> Rollouts:
+    """Completions of these lengths after prompts of one token, two to a group."""
+    count = len(lengths)
+    return Rollouts(
+        token_ids=torch.zeros(sum(lengths) + count, dtype=torch.int64),
+        generator_logprobs=torch.zeros(sum(lengths) + count),
+        offsets=torch.tensor([0, *lengths]).cumsum(0) + torch.arange(count + 1),
+        prompt_lengths=torch.ones(count, dtype=torch.int64),
+        group_ids=torch.arange(count) // 2,
+        texts=tuple(RolloutTexts(EXAMPLE, "", reason) for reason in finish or ["stop"] * count),
+    )
 
 
 def test_overlong_completions_lose_reward_from_the_start_of_the_buffer_to_the_limit():
@@ -263,3 +267,26 @@ def test_groups_without_a_spread_are_kept_on_request_and_counted_all_the_same():
     assert scores.keep.tolist() == [True, True, True, True, False, True]
     assert scores.advantages.tolist() == [0, 0, 0.5, -0.5, 0, 0]
     assert (counts["groups/informative"], counts["groups/without_valid_completion"]) == (1, 0)
+
+
+def test_a_gated_reward_counts_where_its_gate_is_open():
+    configs = (RewardConfig(fn="right"), RewardConfig(fn="form", weight=0.2, gate="right"))
+    rewards = torch.tensor([[1.0, 1.0], [0.5, 1.0], [0.0, math.nan], [math.nan, 1.0], [1.0, 0.3]])
+    found = score.gated(rewards, configs)
+    assert found.nan_to_num(-1).tolist() == [[1, 1], [0.5, 0], [0, -1], [-1, 1], [1, pytest.approx(0.3)]]
+    assert rewards[1, 1] == 1  # a copy
+
+
+def test_a_group_of_wrong_answers_learns_nothing_from_their_form_behind_a_gate():
+    rewards = (RewardConfig(fn="mine:reward"), RewardConfig(fn="mine:form", weight=0.2, gate="mine:reward"))
+    job = ScoreJob(
+        output="memory://scored",
+        rollouts=Ref(kind="rollouts", uri="memory://rollouts", digest="0" * 64),
+        rewards=rewards,
+        advantage=FunctionConfig(fn="group_mean"),
+        source_sha256={},
+    )
+    values = torch.tensor([[0.0, 1.0], [0.0, 0.0], [1.0, 1.0], [1.0, 0.0]])
+    scores, _ = score.compare(rollouts_of([4] * 4), values, job)
+    assert scores.total.tolist() == pytest.approx([0, 0, 1.2, 1])
+    assert scores.keep.tolist() == [False, False, True, True]

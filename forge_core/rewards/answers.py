@@ -1,0 +1,108 @@
+"""Finding the answer in a completion, and reading it as a number. Pure text work: no evaluation, no exceptions.
+
+Whatever a policy thinks aloud is no answer: text up to the last </think> is left out, and all of it when the thinking
+was never closed.
+"""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+
+MAX_NUMBER_CHARS = 1000  # Python refuses to read integers of more than 4300 digits
+
+# A sign counts as one only where it cannot be a subtraction: not in "12-5".
+_SIGN = r"(?:(?<![\w.)])[-+\u2212])?"
+_PLAIN = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+"
+_NUMBER = re.compile(rf"{_SIGN}(?:{_PLAIN})(?:[eE][-+]?\d{{1,3}}(?!\d)|\s?/\s?\d+(?:\.\d+)?(?![\d/]))?")
+_LATEX_FRACTION = re.compile(r"\\[dt]?frac\s*\{\s*([-+]?[\d.,]+)\s*\}\s*\{\s*([\d.,]+)\s*\}")
+_LATEX_TEXT = re.compile(r"\\(?:text|mathrm|mbox|textbf|mathbf)\s*\{([^{}]*)\}")
+_LATEX_NOISE = re.compile(r"\\[,;!: ]|\\left|\\right|\\%|\\\$|[$]|\{,\}")
+_BRACE = re.compile(r"[{}]")
+_BOX = re.compile(r"\\boxed\s*\{")
+_ANSWER_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+_PHRASE = re.compile(r"\banswer(?:\s+is)?\s*[:=]?\s*(?=\S)", re.IGNORECASE)
+
+
+def visible(completion: str) -> str:
+    """The completion without its thinking."""
+    _, closed, rest = completion.rpartition("</think>")
+    if closed:
+        return rest
+    return completion.partition("<think>")[0]
+
+
+def after_hashes(text: str) -> str | None:
+    """What follows the last `####`, up to the end of its line: the form of GSM8K."""
+    _, found, rest = text.rpartition("####")
+    return rest.strip().split("\n", 1)[0].strip() if found and rest.strip() else None
+
+
+def boxed(text: str) -> str | None:
+    r"""The content of the last \boxed{...} whose braces are balanced."""
+    ends: dict[int, int] = {}  # of the braces that are closed, by where they open
+    opened: list[int] = []
+    for brace in _BRACE.finditer(text):
+        if brace.group() == "{":
+            opened.append(brace.start())
+        elif opened:
+            ends[opened.pop()] = brace.start()
+    for box in reversed(list(_BOX.finditer(text))):
+        begin = box.end() - 1
+        if begin in ends:
+            return text[begin + 1 : ends[begin]].strip()
+    return None
+
+
+def tagged(text: str) -> str | None:
+    """The content of the last <answer>...</answer>."""
+    found = _ANSWER_TAG.findall(text)
+    return found[-1].strip() if found else None
+
+
+def declared(text: str) -> str | None:
+    """The answer by the form it is given in: `####`, a box, a tag, or the words "answer is"; None for none of them."""
+    for find in (after_hashes, boxed, tagged):
+        if (found := find(text)) is not None:
+            return found
+    phrases = list(_PHRASE.finditer(text))
+    return text[phrases[-1].end() :].split("\n", 1)[0].strip() if phrases else None
+
+
+def first_number(text: str) -> Fraction | None:
+    """The first number in a text that is an answer: "$1,000.50 in all" is 1000.5, "72%" is 72."""
+    found = _NUMBER.search(strip_latex(text))
+    return _value(found.group()) if found else None
+
+
+def last_number(text: str) -> Fraction | None:
+    """The last number in a text that ends with an answer."""
+    found = _NUMBER.findall(strip_latex(text))
+    return _value(found[-1]) if found else None
+
+
+def strip_latex(text: str) -> str:
+    r"""The text with \\frac{a}{b} as a/b and without the LaTeX that only dresses it."""
+    if "\\" not in text and "$" not in text and "{" not in text:
+        return text
+    text = _LATEX_FRACTION.sub(r"\1/\2", text)
+    return _LATEX_NOISE.sub("", _LATEX_TEXT.sub(r" \1 ", text))
+
+
+def same_text(one: str, other: str) -> bool:
+    """Whether two answers are the same but for spaces, case, LaTeX dressing and a final full stop."""
+
+    def bare(text: str) -> str:
+        return re.sub(r"\s+", "", strip_latex(text)).casefold().rstrip(".")
+
+    return bare(one) == bare(other)
+
+
+def _value(text: str) -> Fraction | None:
+    if len(text) > MAX_NUMBER_CHARS:
+        return None
+    text = text.replace(",", "").replace("\u2212", "-").replace(" ", "")
+    above, divided, below = text.partition("/")
+    if divided:
+        return Fraction(above) / Fraction(below) if Fraction(below) else None
+    return Fraction(above)
