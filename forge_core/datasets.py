@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+import random
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal
 
-import fsspec
+from pydantic import Field
 
+from forge_core import tables
 from forge_core.examples import Example, Message
+from forge_core.functions import check_function, load_function
+from forge_core.rewards.answers import after_hashes
+from forge_core.seeds import derive_seed
+from forge_core.settings import FunctionConfig, Settings
 
 Split = Literal["train", "test"]
 
@@ -52,25 +58,121 @@ def reasoning_gym(
         )
 
 
-def jsonl(
-    *, path: str, question: str = "question", answer: str = "answer", response: str | None = None
-) -> Iterator[Example]:
-    """Rows of a JSON-lines file at any fsspec URI; `question`, `answer` and `response` name the fields.
+class Fields(Settings):
+    """Which fields of a row make an example; "a.b" and "a.0" name what lies inside of a field."""
 
-    `response` (optional) is the assistant turn that SFT learns. Raises ValueError with the line of a row that lacks
-    one of them.
+    question: str = Field("question", description="The user's turn")
+    answer: str | None = Field("answer", description="What rewards compare with; null when there is no answer")
+    response: str | None = Field(None, description="The assistant's turn, for SFT")
+    messages: str | None = Field(None, description="Whole chats, [{role, content}, ...], in place of the two turns")
+    metadata: tuple[str, ...] = Field((), description="Fields that rewards need to see")
+
+
+def file(
+    *,
+    path: str,
+    format: tables.Format = "auto",
+    fields: dict | None = None,
+    system: str | None = None,
+    split: Split | None = None,
+    test_fraction: float = 0.1,
+) -> Iterator[Example]:
+    """Rows of JSON-lines, CSV, parquet or Arrow files at any fsspec URI; a pattern with * takes several.
+
+    `fields` are settings of `Fields`, `system` is a text put in front of every chat. With a `split`, the hash of the
+    prompt decides which rows belong to it, so equal prompts are never on both sides. Raises ValueError with the place
+    of a row that lacks a field.
     """
-    with fsspec.open(path, "rt") as file:
-        for number, line in enumerate(file, start=1):
-            row = json.loads(line)
-            for name in (question, answer, *([response] if response else [])):
-                if row.get(name) in (None, ""):
-                    raise ValueError(f"{path}:{number} has no {name!r}; its fields are {', '.join(row)}")
-            turns = [Message(role="user", content=row[question])]
-            if response:
-                turns.append(Message(role="assistant", content=row[response]))
-            digest = hashlib.sha256(line.encode()).hexdigest()
-            yield Example(id=f"{number}-{digest[:8]}", messages=tuple(turns), answer=str(row[answer]))
+    chosen = Fields.model_validate(fields or {})
+    examples = (_example(place, row, chosen, system) for place, row in tables.read_rows(path, format))
+    return _of_split(examples, split, test_fraction)
+
+
+def hub(
+    *,
+    name: str,
+    config: str | None = None,
+    part: str = "train",
+    revision: str | None = None,
+    fields: dict | None = None,
+    system: str | None = None,
+    split: Split | None = None,
+    test_fraction: float = 0.1,
+) -> Iterator[Example]:
+    """A dataset of the Hugging Face hub, or a directory in its layout, streamed; the rest is as for `file`.
+
+    `part` is the hub's own split, e.g. train. Pin `revision`: what a name stands for may change.
+    """
+    from datasets import load_dataset
+
+    chosen = Fields.model_validate(fields or {})
+    rows = load_dataset(name, config, split=part, revision=revision, streaming=True)
+    examples = (_example(f"{name}:{number}", dict(row), chosen, system) for number, row in enumerate(rows, start=1))
+    return _of_split(examples, split, test_fraction)
+
+
+def gsm8k(*, part: Literal["train", "test"] = "train", path: str | None = None) -> Iterator[Example]:
+    """Grade-school word problems with worked answers (arXiv:2110.14168), from the hub or from the file at `path`.
+
+    The answer is what follows `####`; the worked solution is the assistant's turn, for SFT.
+    """
+    fields = {"response": "answer"}
+    source = (
+        file(path=path, fields=fields) if path else hub(name="openai/gsm8k", config="main", part=part, fields=fields)
+    )
+    for example in source:
+        answer = after_hashes(example.answer or "")
+        if answer is None:
+            raise ValueError(f"example {example.id} of gsm8k has no #### in its answer")
+        yield example.model_copy(update={"answer": answer})
+
+
+def mixture(*, sources: Sequence[dict], size: int, seed: int = 0) -> Iterator[Example]:
+    """`size` examples of several datasets, [{fn, kwargs, weight}, ...], in the proportion of their weights.
+
+    Which source is next is drawn with the seed; examples of one source keep their order, and `metadata.source` names
+    it. Raises ValueError when a source has too few: nothing is repeated in silence.
+    """
+    configs = [FunctionConfig(fn=source["fn"], kwargs=source.get("kwargs", {})) for source in sources]
+    for config in configs:
+        check_function(config, "dataset")
+    streams = [iter(load_function(config, "dataset")()) for config in configs]
+    weights = [float(source.get("weight", 1.0)) for source in sources]
+    drawn = random.Random(derive_seed("mixture", seed)).choices(range(len(sources)), weights, k=size)
+    for number, index in enumerate(drawn):
+        example, name = next(streams[index], None), configs[index].fn
+        if example is None:
+            raise ValueError(
+                f"mixture: source {index} ({name}) has {drawn[:number].count(index)} examples and "
+                f"{drawn.count(index)} are wanted; lower size or its weight"
+            )
+        metadata = example.metadata | {"source": name}
+        yield example.model_copy(update={"id": f"{index}:{example.id}", "metadata": metadata})
+
+
+def _example(place: str, row: tables.Row, fields: Fields, system: str | None) -> Example:
+    if fields.messages is not None:
+        turns = [Message.model_validate(turn) for turn in tables.pick(row, fields.messages, place)]
+    else:
+        turns = [Message(role="user", content=str(tables.pick(row, fields.question, place)))]
+        if fields.response is not None:
+            turns.append(Message(role="assistant", content=str(tables.pick(row, fields.response, place))))
+    if system is not None:
+        turns.insert(0, Message(role="system", content=system))
+    found = Example(
+        id="",
+        messages=tuple(turns),
+        answer=None if fields.answer is None else str(tables.pick(row, fields.answer, place)),
+        metadata={name: tables.pick(row, name, place) for name in fields.metadata},
+    )
+    digest = hashlib.sha256(found.model_dump_json().encode()).hexdigest()
+    return found.model_copy(update={"id": f"{place.rpartition(':')[2]}-{digest[:12]}"})
+
+
+def _of_split(examples: Iterable[Example], split: Split | None, test_fraction: float) -> Iterator[Example]:
+    for example in examples:
+        if split is None or _split_of(json.dumps(example.prompt), test_fraction) == split:
+            yield example
 
 
 def _split_of(text: str, test_fraction: float) -> Split:

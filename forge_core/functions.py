@@ -55,7 +55,10 @@ BUILT_INS: dict[Role, dict[str, str]] = {
     "dataset": {
         "arithmetic": "forge_core.datasets:arithmetic",
         "reasoning_gym": "forge_core.datasets:reasoning_gym",
-        "jsonl": "forge_core.datasets:jsonl",
+        "file": "forge_core.datasets:file",
+        "hub": "forge_core.datasets:hub",
+        "gsm8k": "forge_core.datasets:gsm8k",
+        "mixture": "forge_core.datasets:mixture",
     },
 }
 _POSITIONAL: dict[Role, int] = {"reward": 2, "advantage": 1, "loss": 1, "dataset": 0}

@@ -69,7 +69,7 @@ def test_a_setting_that_cannot_work_is_refused(changes, message):
         ({"grpo": {"rewards": [{"fn": "exact_numbr"}]}}, "reward is 'exact_numbr'"),
         ({"grpo": {"loss": {"fn": "grpo", "kwargs": {"clip": 1}}}}, "loss grpo has no setting 'clip'; it has clip_low"),
         ({"grpo": {"advantage": {"fn": "zscore"}}}, "advantage is 'zscore', not a built-in .group_zscore"),
-        ({"sft": {"dataset": {"fn": "jsonl"}}}, "dataset jsonl needs kwargs path"),
+        ({"sft": {"dataset": {"fn": "file"}}}, "dataset file needs kwargs path"),
         (
             {"grpo": {"dynamic_sampling": {}, "advantage": {"fn": "batch_std"}}},
             "advantage batch_std compares a whole batch, which would then be several; use .* group_zscore",

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from forge_core.datasets import arithmetic, jsonl
+from forge_core.datasets import arithmetic, file
 from forge_core.datasets import reasoning_gym as gym_problems
 from forge_core.examples import Example, Message, read_examples, take, write_examples
 
@@ -70,7 +70,7 @@ def test_a_row_without_an_answer_names_file_line_and_fields(tmp_path: Path):
     path = tmp_path / "rows.jsonl"
     path.write_text('{"question": "1+1", "answer": "2"}\n{"question": "2+2"}\n')
     with pytest.raises(ValueError, match=r"rows.jsonl:2 has no 'answer'; its fields are question"):
-        list(jsonl(path=str(path)))
+        list(file(path=str(path)))
 
 
 def test_train_and_test_problems_of_a_gym_task_come_from_different_streams():

@@ -18,8 +18,8 @@ from tests.pipeline import tiny_config
 
 def materialised(tmp_path: Path, source: Path, run_id: str) -> Manifest:
     """The dataset artifact of a run that reads this file."""
-    settings = {"path": str(source), "question": "question", "answer": "answer"}
-    job = Plan(tiny_config(str(tmp_path / "store")), run_id).dataset(DatasetConfig(fn="jsonl", kwargs=settings))
+    settings = {"path": str(source)}
+    job = Plan(tiny_config(str(tmp_path / "store")), run_id).dataset(DatasetConfig(fn="file", kwargs=settings))
     manifest = run_job(job, Workspace(tmp_path))
     assert manifest is not None
     return manifest
