@@ -62,6 +62,12 @@ class Plan:
                 check_function(reward, "reward")
             check_function(grpo.advantage, "advantage")
             check_function(grpo.loss, "loss")
+            if config.trainer.row_tokens < config.generator.max_model_len:
+                raise ValueError(
+                    f"trainer.row_tokens is {config.trainer.row_tokens}, less than generator.max_model_len "
+                    f"({config.generator.max_model_len}): the trainer could not take the longest rollout; raise "
+                    "row_tokens or lower max_model_len"
+                )
             if grpo.dynamic_sampling is not None and is_over_batch(grpo.advantage):
                 raise ValueError(
                     f"dynamic_sampling is set and advantage {grpo.advantage.fn} compares a whole batch, which would "

@@ -111,6 +111,10 @@ def trainer_at(
 
 def row_tokens(job: SftJob | UpdateJob | ReferenceJob, sequences: Sequence[TrainSequence]) -> int:
     """Length of a packed row that fits into memory; raises ValueError when a sequence does not fit into such a row."""
+    if not sequences:
+        raise ValueError(
+            f"every document is longer than trainer.row_tokens ({job.trainer.row_tokens}); raise it, none is cut"
+        )
     tokens = job.trainer.halved(job.memory_halvings).row_tokens
     longest = max(len(sequence.token_ids) for sequence in sequences)
     if job.memory_halvings and longest > tokens:

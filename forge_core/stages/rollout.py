@@ -27,18 +27,39 @@ def run(job: RolloutJob, workspace: Workspace) -> Manifest:
         examples = read_examples(dataset_dir / "examples.jsonl")
     start = job.first_prompt
     window = take(len(examples), start=start, count=job.num_prompts, seed=job.seed, digest=job.dataset.digest)
-    chosen = [examples[index] for index in window]
-    prompts = [encode_prompt(engine.tokenizer, example.prompt) for example in chosen]
+    encoded = [encode_prompt(engine.tokenizer, examples[index].prompt) for index in window]
+    places = fitting(encoded, job)
+    chosen, prompts = [examples[window[place]] for place in places], [encoded[place] for place in places]
     # A seed per place in the data stream: the same prompt samples anew in another epoch, and any replica samples alike.
-    seeds = [derive_seed("rollout", job.seed, start + place) for place in range(len(chosen))]
+    seeds = [derive_seed("rollout", job.seed, start + place) for place in places]
     with watch("generate"):
         groups = engine.generator.generate(prompts, num_completions=job.group_size, sampling=job.sampling, seeds=seeds)
     workspace.injection.reach("work")
     rollouts, num_dropped = gather(chosen, prompts, groups)
     with workspace.directory() as directory:
         rollouts.save(directory)
-        summary = describe(rollouts, watch.seconds["generate"]) | {"rollout/dropped": num_dropped}
+        summary = describe(rollouts, watch.seconds["generate"]) | {
+            "rollout/dropped": num_dropped,
+            "rollout/prompts_too_long": len(window) - len(places),
+        }
         return workspace.commit(job, directory, summary=summary, timings=watch.seconds)
+
+
+def fitting(prompts: list[list[int]], job: RolloutJob) -> list[int]:
+    """Places of the prompts that leave room for a completion; the others are left out, never cut.
+
+    Raises ValueError when none does.
+    """
+    room = job.generator.max_model_len - job.sampling.max_tokens
+    found = [place for place, prompt in enumerate(prompts) if len(prompt) <= room]
+    if not found:
+        shortest = min(len(prompt) for prompt in prompts)
+        raise ValueError(
+            f"none of {len(prompts)} prompts fits: the shortest has {shortest} tokens, and generator.max_model_len "
+            f"({job.generator.max_model_len}) less sampling.max_tokens ({job.sampling.max_tokens}) leaves {room}; "
+            "raise generator.max_model_len"
+        )
+    return found
 
 
 def gather(examples: list[Example], prompts: list[list[int]], groups: list[list[Completion]]) -> tuple[Rollouts, int]:

@@ -32,6 +32,9 @@ def run(job: SftJob, workspace: Workspace) -> Manifest | None:
         _, dataset_dir = workspace.fetch(job.dataset)
         _, policy_dir = workspace.fetch(job.policy)
         sequences = encode(dataset_dir / "examples.jsonl", policy_dir)
+        num_too_long = sum(not fits(sequence, job) for sequence in sequences)
+        if num_too_long:
+            logger.warning("%d of %d conversations are longer than a row and left out", num_too_long, len(sequences))
     with watch("sft"):
         metrics = train(trainer, sequences, job, workspace)
     tail = metrics[-10:]
@@ -40,6 +43,7 @@ def run(job: SftJob, workspace: Workspace) -> Manifest | None:
         "sft/first_loss": metrics[0]["loss/policy"],
         "sft/grad_norm": statistics.fmean(step["grad_norm/total"] for step in tail),
         "sft/steps": len(metrics),
+        "sft/conversations_too_long": num_too_long,
         "tokens_per_second/sft": sum(step["tokens/total"] for step in metrics) / watch.seconds["sft"],
     }
     return learner.publish_policy(job, job.policy, trainer, workspace, summary=summary, watch=watch)
@@ -52,13 +56,15 @@ def train(
     settings = job.sft
     metrics: list[dict[str, float]] = []
     smoothed, stop_at = None, settings.num_steps
-    row_tokens = learner.row_tokens(job, sequences)
+    row_tokens = learner.row_tokens(job, [sequence for sequence in sequences if fits(sequence, job)])
     while len(metrics) < stop_at:
         start = len(metrics) * settings.batch_size
         window = take(
             len(sequences), start=start, count=settings.batch_size, seed=job.seed, digest=job.dataset.digest
         )  # fmt: skip
-        batch = pack_sequences([sequences[index] for index in window], row_tokens)
+        # Left out here and not before, so that what is at a place of the stream does not depend on the length of a row.
+        members = [sequences[index] for index in window if fits(sequences[index], job)]
+        batch = pack_sequences(members, row_tokens)
         if len(metrics) == settings.num_steps // 2:
             workspace.injection.reach("work")
         metrics.append(trainer.train_step(batch, cross_entropy))
@@ -74,6 +80,11 @@ def train(
         if len(metrics) % 50 == 0:
             logger.info("sft step %d loss %.4f", len(metrics), smoothed)
     return metrics
+
+
+def fits(sequence: TrainSequence, job: SftJob) -> bool:
+    """Whether a conversation is short enough to be trained; it is never cut."""
+    return len(sequence.token_ids) <= job.trainer.row_tokens
 
 
 def encode(examples_path: Path, policy_dir: Path) -> list[TrainSequence]:

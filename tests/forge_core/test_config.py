@@ -69,6 +69,7 @@ def test_a_setting_that_cannot_work_is_refused(changes, message):
         ({"grpo": {"rewards": [{"fn": "exact_numbr"}]}}, "reward is 'exact_numbr'"),
         ({"grpo": {"loss": {"fn": "grpo", "kwargs": {"clip": 1}}}}, "loss grpo has no setting 'clip'; it has clip_low"),
         ({"grpo": {"advantage": {"fn": "zscore"}}}, "advantage is 'zscore', not a built-in .group_zscore"),
+        ({"trainer": {"row_tokens": 512}}, r"row_tokens is 512, less than .* \(1024\).* raise row_tokens or lower"),
         ({"sft": {"dataset": {"fn": "file"}}}, "dataset file needs kwargs path"),
         (
             {"grpo": {"dynamic_sampling": {}, "advantage": {"fn": "batch_std"}}},
