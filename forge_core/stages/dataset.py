@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable, Iterator
+
 from forge_core.artifacts import Manifest
-from forge_core.examples import write_examples
+from forge_core.examples import Example, write_examples
 from forge_core.functions import load_function
 from forge_core.jobs import DatasetJob
 from forge_core.stages.workspace import Stopwatch, Workspace
@@ -14,8 +17,19 @@ def run(job: DatasetJob, workspace: Workspace) -> Manifest:
     watch = Stopwatch()
     with workspace.directory() as directory:
         with watch("dataset"):
-            count = write_examples(load_function(job.dataset, "dataset")(), directory / "examples.jsonl")
+            sources: Counter[str] = Counter()
+            examples = _counted(load_function(job.dataset, "dataset")(), sources)
+            count = write_examples(examples, directory / "examples.jsonl")
         workspace.injection.reach("work")
         if count == 0:
             raise ValueError(f"dataset {job.dataset.fn} with {job.dataset.kwargs} yields no examples")
-        return workspace.commit(job, directory, summary={"dataset/examples": count}, timings=watch.seconds)
+        summary = {"dataset/examples": count} | {f"dataset/from/{name}": sources[name] for name in sorted(sources)}
+        return workspace.commit(job, directory, summary=summary, timings=watch.seconds)
+
+
+def _counted(examples: Iterable[Example], sources: Counter[str]) -> Iterator[Example]:
+    """The examples, counted by their `metadata.source` if they have one (those of a mixture do)."""
+    for example in examples:
+        if "source" in example.metadata:
+            sources[str(example.metadata["source"])] += 1
+        yield example

@@ -83,9 +83,12 @@ def judge(
 
 
 def describe(rows: list[dict], scored: RewardValues, name: str, k: int) -> dict[str, float]:
-    """Accuracy, pass@1 and pass@k under their tracking names, and how many calls of the reward came to no end."""
+    """Accuracy with its 95 % interval, pass@1 and pass@k under their tracking names, and how many rewards failed."""
+    low, high = wilson_interval(sum(row["is_right"] for row in rows), len(rows))
     return {
         f"eval/{name}/accuracy": statistics.fmean(row["is_right"] for row in rows),
+        f"eval/{name}/accuracy_low": low,
+        f"eval/{name}/accuracy_high": high,
         f"eval/{name}/pass_at_1": statistics.fmean(pass_at_k(k, row["num_right_of_k"], 1) for row in rows),
         f"eval/{name}/pass_at_{k}_of_{k}": statistics.fmean(pass_at_k(k, row["num_right_of_k"], k) for row in rows),
         f"eval/{name}/completion_length": statistics.fmean(row["num_tokens"] for row in rows),
@@ -94,6 +97,14 @@ def describe(rows: list[dict], scored: RewardValues, name: str, k: int) -> dict[
         f"eval/{name}/timeouts": scored.num_timeouts,
         f"eval/{name}/crashes": scored.num_crashes,
     }
+
+
+def wilson_interval(num_right: int, count: int, z: float = 1.96) -> tuple[float, float]:
+    """Where the true accuracy lies with 95 % confidence (E. B. Wilson, 1927); never outside of [0, 1]."""
+    accuracy = num_right / count
+    centre = (accuracy + z**2 / (2 * count)) / (1 + z**2 / count)
+    reach = z / (1 + z**2 / count) * math.sqrt(accuracy * (1 - accuracy) / count + z**2 / (4 * count**2))
+    return max(0.0, centre - reach), min(1.0, centre + reach)
 
 
 def pass_at_k(num_samples: int, num_right: int, k: int) -> float:

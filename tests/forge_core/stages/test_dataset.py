@@ -46,3 +46,12 @@ def test_a_dataset_without_examples_is_refused(tmp_path: Path):
     write(source)
     with pytest.raises(ValueError, match="yields no examples"):
         materialised(tmp_path, source, "run")
+
+
+def test_a_mixture_is_counted_by_source(tmp_path: Path):
+    sources = [{"fn": "arithmetic"}, {"fn": "reasoning_gym", "kwargs": {"task": "chain_sum", "size": 50}}]
+    dataset = DatasetConfig(fn="mixture", kwargs={"sources": sources, "size": 20})
+    manifest = run_job(Plan(tiny_config(str(tmp_path / "store")), "run").dataset(dataset), Workspace(tmp_path))
+    assert manifest is not None
+    counts = manifest.summary
+    assert counts["dataset/examples"] == counts["dataset/from/arithmetic"] + counts["dataset/from/reasoning_gym"] == 20

@@ -174,6 +174,12 @@ def compared(
     return score.compare(rollouts_of(lengths, finish), torch.tensor(rewards)[:, None], job, reference)
 
 
+def test_an_accuracy_has_an_interval_that_is_wide_for_few_problems_and_stays_between_0_and_1():
+    assert evaluate.wilson_interval(50, 100) == pytest.approx((0.4038, 0.5962), abs=1e-4)
+    assert evaluate.wilson_interval(0, 20) == pytest.approx((0, 0.1611), abs=1e-4)
+    assert evaluate.wilson_interval(20, 20) == pytest.approx((0.8389, 1), abs=1e-4)
+
+
 def rollouts_of(lengths: list[int], finish: list[str] | None = None) -> Rollouts:
     """Completions of these lengths after prompts of one token, two to a group."""
     count = len(lengths)
