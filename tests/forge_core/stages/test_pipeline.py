@@ -114,6 +114,17 @@ def test_a_reference_policy_killed_at_work_gives_the_same_bits_wherever_it_runs(
     assert sorted(attempts) == ["reference v0001", "reference v0002", "reference v0002", "reference v0003"]
 
 
+def test_two_trainer_ranks_stand_in_for_the_reference_policy_with_its_very_bits(penalised, tmp_path: Path):
+    found = []
+    for runs_on in ("own", "trainer"):
+        config = with_reference(str(tmp_path / runs_on), runs_on)
+        config = config.model_copy(update={"trainer": config.trainer.model_copy(update={"num_ranks": 2})})
+        found.append(weights_sha256(run_pipeline(config, "run")))
+    assert found[0] == found[1]
+    assert found[0][0] == penalised[0]
+    assert found[0][-1] != penalised[-1]  # another order of addition
+
+
 def test_cold_reference_policies_give_the_same_bits(penalised, tmp_path: Path):
     assert weights_sha256(run_pipeline(with_reference(str(tmp_path), keep_warm=COLD), "run")) == penalised
 
