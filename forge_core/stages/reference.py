@@ -42,12 +42,11 @@ def reference_logprobs(trainer: PolicyTrainer, rollouts: Rollouts, job: Referenc
     """Log-probs [T] of the completions' tokens, 0 on prompts: the offsets are those of the rollouts."""
     sequences = [rollouts.sequence(index) for index in range(len(rollouts))]
     batch = pack_sequences(sequences, learner.row_tokens(job, sequences))
-    packed = trainer.logprobs(batch, temperature=job.temperature)  # [B, L], of the token each position predicts
-    result = torch.zeros_like(rollouts.generator_logprobs)
-    for index in range(len(rollouts)):
-        start, end = rollouts.offsets[index], rollouts.offsets[index + 1]
-        result[start + 1 : end] = packed[batch.sequence_ids == index][:-1]
-    return result
+    packed = trainer.logprobs(batch, temperature=job.temperature).flatten()
+    owners = batch.sequence_ids.flatten()
+    in_order = packed[owners.argsort(stable=True)][(owners < 0).sum() :]  # [T], at the position that predicts a token
+    # The last position of a completion predicts nothing and holds 0, which falls on the first token of the next prompt.
+    return torch.cat([torch.zeros(1), in_order[:-1]])
 
 
 def describe(rollouts: Rollouts, reference: Tensor) -> dict[str, float]:
