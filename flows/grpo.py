@@ -14,6 +14,7 @@ from forge_core.artifacts import Ref
 from forge_core.config import GrpoRunConfig
 from forge_core.holds import hold
 from tasks import stages
+from tasks.iteration_report import IterationReport
 from tasks.run import Run, open_run
 
 
@@ -36,6 +37,7 @@ def improve(run: Run, policy: Ref) -> Ref:
         return policy
     problems = stages.dataset(run.plan.dataset(settings.dataset))
     reference = policy if settings.kl is not None else None
+    report = IterationReport(run.plan, settings.num_iterations, run.logger)
     samples: list[list[Batch]] = []  # by iteration
     # Retention must not take the files of the policy that every iteration is compared with.
     with hold(run.plan.config.root, reference, "reference policy") if reference else nullcontext():
@@ -43,7 +45,7 @@ def improve(run: Run, policy: Ref) -> Ref:
             earlier_refills = sum(len(batches) - 1 for batches in samples)
             batches = sample(run, policy, reference, problems, iteration, earlier_refills)
             policy = stages.update(run.plan.update(policy, [batch.scored for batch in batches], iteration))
-            report_iteration(run, iteration, batches[0], policy)
+            report_iteration(run, report, iteration, batches[0], policy)
             samples.append(batches)
             if run.plan.config.retention.keep_last:
                 stages.prune(run.plan.run_uri, run.plan.config.retention)
@@ -51,18 +53,19 @@ def improve(run: Run, policy: Ref) -> Ref:
     return policy
 
 
-def report_iteration(run: Run, iteration: int, batch: Batch, policy: Ref) -> None:
-    """Log the numbers of an iteration's artifacts, one line for people, and what is out of bounds.
+def report_iteration(run: Run, report: IterationReport, iteration: int, batch: Batch, policy: Ref) -> None:
+    """Log and show the numbers of an iteration's artifacts, one line for people, and what is out of bounds.
 
     Of several generation batches the first stands for all: its prompts are not chosen by what they are good for.
     """
     settings = run.plan.grpo_config
     assert settings is not None
+    artifacts = [batch.rollouts, batch.reference_logprobs, batch.scored, policy]
+    manifests = [run.tracker.record(artifact, iteration) for artifact in artifacts if artifact is not None]
     summary: dict[str, float | int] = {}
-    for artifact in (batch.rollouts, batch.reference_logprobs, batch.scored):
-        summary |= run.tracker.record(artifact, iteration).summary if artifact else {}
-    update = run.tracker.record(policy, iteration)
-    summary |= update.summary
+    for manifest in manifests:
+        summary |= manifest.summary
+    summary["time/iteration_seconds"] = sum(sum(manifest.timings.values()) for manifest in manifests)
     run.logger.info(
         "iteration %d: reward %.3f, length %.1f, %d informative groups, clip %.3f, entropy %.3f, grad norm %.2f",
         iteration,
@@ -76,5 +79,6 @@ def report_iteration(run: Run, iteration: int, batch: Batch, policy: Ref) -> Non
     alarms = find_alarms(summary, settings.alarms)
     for sentence in alarms.values():
         run.logger.warning("ALARM in iteration %d: %s", iteration, sentence)
-    run.tracker.record_numbers({"alarms/raised": len(alarms)}, iteration, update)
+    run.tracker.record_numbers({"alarms/raised": len(alarms)}, iteration, manifests[-1])
+    report.add(summary, batch.scored, list(alarms.values()))
     stop_if_asked(alarms, settings.alarms)

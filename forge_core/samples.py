@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 from safetensors.numpy import load
 
@@ -10,12 +11,13 @@ from forge_core import storage
 from forge_core.artifacts import Manifest, Ref, resolve
 
 
-def sample_completions(scored: Ref, count: int) -> list[dict[str, str | float | bool]]:
-    """The first `count` completions of a scored rollout set with their total reward and advantage."""
+def sample_completions(scored: Ref, count: int) -> list[dict[str, Any]]:
+    """The first `count` completions of a scored rollout set with reward, advantage, and rewards by function."""
     manifest = resolve(scored)
     rollouts = resolve(manifest.inputs["rollouts"])
     lines = _read(rollouts, "rollouts.jsonl").decode().splitlines()[:count]
     numbers = load(_read(manifest, "scores.safetensors"))
+    functions = [str(reward["fn"]).rpartition(":")[2] for reward in _rewards(manifest)]
     rows = []
     for index, row in enumerate(json.loads(line) for line in lines):
         rows.append(
@@ -26,9 +28,16 @@ def sample_completions(scored: Ref, count: int) -> list[dict[str, str | float | 
                 "finish_reason": row["finish_reason"],
                 "reward": float(numbers["total"][index]),
                 "advantage": float(numbers["advantages"][index]),
+                "rewards": dict(zip(functions, map(float, numbers["rewards"][index]), strict=True)),
             }
         )
     return rows
+
+
+def _rewards(scored: Manifest) -> list[dict[str, Any]]:
+    rewards = scored.job["rewards"]
+    assert isinstance(rewards, list)
+    return rewards  # type: ignore[return-value]
 
 
 def _read(manifest: Manifest, name: str) -> bytes:

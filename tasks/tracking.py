@@ -155,11 +155,11 @@ class Tracker:
         return self._stage_runs[stage]
 
     def _log_completions(self, scored: list[Ref], per_set: int) -> None:
-        rows = [
-            {"iteration": iteration} | row
-            for iteration, ref in enumerate(scored)
-            for row in sample_completions(ref, per_set)
-        ]
+        rows = []
+        for iteration, ref in enumerate(scored):
+            for row in sample_completions(ref, per_set):
+                by_function = {f"reward by {name}": value for name, value in row.pop("rewards").items()}
+                rows.append({"iteration": iteration} | row | by_function)
         if rows:
             table = {name: [row[name] for row in rows] for name in rows[0]}
             # log_table appends to a table that is there already, which would repeat its rows after a resume.
