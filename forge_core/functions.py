@@ -34,6 +34,7 @@ BUILT_INS: dict[Role, dict[str, str]] = {
         "format": "forge_core.rewards.form:format",
         "regex": "forge_core.rewards.form:regex",
         "length": "forge_core.rewards.form:length",
+        "code": "forge_core.rewards.code:code",
         "reasoning_gym": "forge_core.rewards.gym:reasoning_gym",
     },
     "advantage": {
