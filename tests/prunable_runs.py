@@ -44,7 +44,7 @@ def store_run(root: str, *, num_iterations: int = 6, accuracy: dict[int, float] 
     policy = run(plan.sft(run(plan.start()), run(plan.dataset(plan.sft_config.dataset))))
     for iteration in range(num_iterations):
         scored = run(plan.score(run(plan.rollout(policy, problems, iteration)), iteration))
-        update = plan.update(policy, scored, iteration)
+        update = plan.update(policy, [scored], iteration)
         policy = run(update)
         if update.snapshot_output:
             commit(update, update.snapshot_output, "train_state", {"policy": policy})

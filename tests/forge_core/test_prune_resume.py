@@ -56,8 +56,8 @@ def test_every_policy_can_be_made_again_from_what_is_kept(memory: str, damaged: 
         assert is_stored(start)
         assert state is None or is_stored(state)
         for job in jobs:
-            scored = artifacts.resolve(job.scored)
-            assert is_stored(job.scored)
+            scored = artifacts.resolve(job.scored[0])
+            assert is_stored(job.scored[0])
             assert is_stored(scored.inputs["rollouts"])
     assert is_stored(policy(plan, 7).ref)  # the weights that a resume goes on with
 
