@@ -77,6 +77,13 @@ class Manifest(Settings):
     def ref(self) -> Ref:
         return Ref(kind=self.kind, uri=self.uri, digest=self.digest)
 
+    def sha256_of(self, path: str) -> str:
+        """SHA-256 of one file; raises ArtifactError when the artifact has no such file."""
+        for record in self.files:
+            if record.path == path:
+                return record.sha256
+        raise ArtifactError(f"{self.uri} has no {path}; it has {', '.join(record.path for record in self.files)}")
+
     @property
     def files_uri(self) -> str:
         """Prefix under which the files lie."""

@@ -75,7 +75,8 @@ def take(num_total: int, *, start: int, count: int, seed: int, digest: str) -> l
     """Indices `start` to `start + count` of an endless shuffled stream over `num_total` examples.
 
     Each epoch is a fresh permutation. The stream is a pure function of (seed, digest), so there is no loader state:
-    iteration k takes the window that starts at k * count.
+    iteration k takes the window that starts at k * count. `digest` is that of the examples themselves: the same
+    examples have the same order, whatever code they came from.
     """
 
     def permutation(epoch: int) -> Sequence[int]:

@@ -153,8 +153,11 @@ def _sft_uses(stored: Scan, example_id: str, problems: list[str]) -> list[SftUse
         if example_id not in found:
             continue
         count = int(node.summary["sft/steps"]) * SftConfig.model_validate(node.settings["sft"]).batch_size
+        manifest = stored.reader.resolve(dataset)
+        assert isinstance(manifest, Manifest)  # its examples have been read
         assert node.seed is not None
-        taken = take(len(found), start=0, count=count, seed=node.seed, digest=dataset.digest)
+        content = manifest.sha256_of("examples.jsonl")
+        taken = take(len(found), start=0, count=count, seed=node.seed, digest=content)
         if num_times := sum(found[index] == example_id for index in taken):
             uses.append(SftUse(policy=node.ref(digest), dataset=dataset, num_times=num_times))
     return uses

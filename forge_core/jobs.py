@@ -32,8 +32,8 @@ Role = Literal["trainer", "generator", "scorer", "reference"]
 STAGE_VERSIONS = {
     "dataset": 1,
     "start": 1,
-    "sft": 1,
-    "rollout": 1,
+    "sft": 2,
+    "rollout": 2,
     "reference": 1,
     "score": 2,
     "update": 2,

@@ -23,10 +23,10 @@ def run(job: RolloutJob, workspace: Workspace) -> Manifest:
     watch = Stopwatch()
     with watch("load"):
         engine = engine_with(job, workspace)
-        _, dataset_dir = workspace.fetch(job.dataset)
+        dataset, dataset_dir = workspace.fetch(job.dataset)
         examples = read_examples(dataset_dir / "examples.jsonl")
-    start = job.first_prompt
-    window = take(len(examples), start=start, count=job.num_prompts, seed=job.seed, digest=job.dataset.digest)
+    start, content = job.first_prompt, dataset.sha256_of("examples.jsonl")
+    window = take(len(examples), start=start, count=job.num_prompts, seed=job.seed, digest=content)
     encoded = [encode_prompt(engine.tokenizer, examples[index].prompt) for index in window]
     places = fitting(encoded, job)
     chosen, prompts = [examples[window[place]] for place in places], [encoded[place] for place in places]

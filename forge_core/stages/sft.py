@@ -21,7 +21,7 @@ from forge_core.trainer.policy_trainer import PolicyTrainer
 logger = logging.getLogger(__name__)
 
 
-SMOOTHING = 0.9  # of the training loss that stop_below_loss is compared with
+SMOOTHING = 0.8  # of the training loss that stop_below_loss is compared with
 
 
 def run(job: SftJob, workspace: Workspace) -> Manifest | None:
@@ -29,14 +29,14 @@ def run(job: SftJob, workspace: Workspace) -> Manifest | None:
     watch, settings = Stopwatch(), job.sft
     with watch("load"):
         trainer = learner.trainer_from_policy(job, job.policy, settings.optimizer, settings.num_steps, workspace)
-        _, dataset_dir = workspace.fetch(job.dataset)
+        dataset, dataset_dir = workspace.fetch(job.dataset)
         _, policy_dir = workspace.fetch(job.policy)
         sequences = encode(dataset_dir / "examples.jsonl", policy_dir)
         num_too_long = sum(not fits(sequence, job) for sequence in sequences)
         if num_too_long:
             logger.warning("%d of %d conversations are longer than a row and left out", num_too_long, len(sequences))
     with watch("sft"):
-        metrics = train(trainer, sequences, job, workspace)
+        metrics = train(trainer, sequences, job, workspace, dataset.sha256_of("examples.jsonl"))
     tail = metrics[-10:]
     summary = {
         "sft/loss": statistics.fmean(step["loss/policy"] for step in tail),
@@ -50,18 +50,19 @@ def run(job: SftJob, workspace: Workspace) -> Manifest | None:
 
 
 def train(
-    trainer: PolicyTrainer, sequences: list[TrainSequence], job: SftJob, workspace: Workspace
+    trainer: PolicyTrainer, sequences: list[TrainSequence], job: SftJob, workspace: Workspace, content: str
 ) -> list[dict[str, float]]:
-    """Metrics of each optimizer step; ends early, after the cool-down, once the smoothed loss is low enough."""
+    """Metrics of each optimizer step; ends early, after the cool-down, once the smoothed loss is low enough.
+
+    `content` is the digest of the examples, which with the seed decides their order.
+    """
     settings = job.sft
     metrics: list[dict[str, float]] = []
     smoothed, stop_at = None, settings.num_steps
     row_tokens = learner.row_tokens(job, [sequence for sequence in sequences if fits(sequence, job)])
     while len(metrics) < stop_at:
         start = len(metrics) * settings.batch_size
-        window = take(
-            len(sequences), start=start, count=settings.batch_size, seed=job.seed, digest=job.dataset.digest
-        )  # fmt: skip
+        window = take(len(sequences), start=start, count=settings.batch_size, seed=job.seed, digest=content)
         # Left out here and not before, so that what is at a place of the stream does not depend on the length of a row.
         members = [sequences[index] for index in window if fits(sequences[index], job)]
         batch = pack_sequences(members, row_tokens)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from forge_core.artifacts import Manifest, fetch
+from forge_core.artifacts import ArtifactError, Manifest, fetch
 from forge_core.config import DatasetConfig
 from forge_core.examples import read_examples
 from forge_core.plan import Plan
@@ -55,3 +55,15 @@ def test_a_mixture_is_counted_by_source(tmp_path: Path):
     assert manifest is not None
     counts = manifest.summary
     assert counts["dataset/examples"] == counts["dataset/from/arithmetic"] + counts["dataset/from/reasoning_gym"] == 20
+
+
+def test_the_order_of_examples_is_that_of_their_content_whatever_code_yields_them(tmp_path: Path):
+    job = Plan(tiny_config(str(tmp_path / "store")), "run").dataset(DatasetConfig(fn="arithmetic"))
+    edited = job.model_copy(update={"source_sha256": "0" * 64, "output": f"{job.output}-edited"})
+    before, after = (run_job(one, Workspace(tmp_path)) for one in (job, edited))
+    assert before is not None
+    assert after is not None
+    assert before.digest != after.digest
+    assert before.sha256_of("examples.jsonl") == after.sha256_of("examples.jsonl")
+    with pytest.raises(ArtifactError, match=r"has no prompts\.jsonl; it has examples\.jsonl"):
+        before.sha256_of("prompts.jsonl")
