@@ -58,7 +58,7 @@ def train(
     """
     settings = job.sft
     metrics: list[dict[str, float]] = []
-    smoothed, stop_at = None, settings.num_steps
+    smoothed, stop_at, is_cooling = None, settings.num_steps, False
     row_tokens = learner.row_tokens(job, [sequence for sequence in sequences if fits(sequence, job)])
     while len(metrics) < stop_at:
         start = len(metrics) * settings.batch_size
@@ -71,7 +71,6 @@ def train(
         metrics.append(trainer.train_step(batch, cross_entropy))
         loss = metrics[-1]["loss/policy"]
         smoothed = loss if smoothed is None else SMOOTHING * smoothed + (1 - SMOOTHING) * loss
-        is_cooling = stop_at < settings.num_steps
         if not is_cooling and settings.stop_below_loss is not None and smoothed < settings.stop_below_loss:
             stop_at = min(len(metrics) + settings.cooldown_steps, settings.num_steps)
             logger.info("sft loss %.3f is below %.3f: stopping at step %d", smoothed, settings.stop_below_loss, stop_at)
