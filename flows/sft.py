@@ -30,7 +30,9 @@ def fine_tune(run: Run, policy: Ref) -> Ref:
     if settings is None:
         return policy
     examples = stages.dataset(run.plan.dataset(settings.dataset))
-    policy = stages.sft(run.plan.sft(policy, examples))
+    validation = settings.validation
+    heldout = stages.dataset(run.plan.dataset(validation.dataset)) if validation is not None else None
+    policy = stages.sft(run.plan.sft(policy, examples, heldout))
     summary = run.tracker.record(policy, step=0).summary
     run.logger.info("sft: loss %.3f -> %.3f", summary["sft/first_loss"], summary["sft/loss"])
     return policy

@@ -13,10 +13,13 @@ import yaml
 from pydantic import Field, JsonValue, model_validator
 
 from forge_core.alarms import DEFAULT_ALARMS, BoundsConfig
+from forge_core.data_config import ChatConfig, DatasetConfig
 from forge_core.faults import FaultPlan
+from forge_core.fit_config import SftConfig
 from forge_core.operation import RetentionConfig, TimeLimitsConfig, WarmthConfig
 from forge_core.sampling_config import DynamicSamplingConfig, OverlongConfig, SamplingConfig
 from forge_core.settings import FunctionConfig, Settings
+from forge_core.trainer_config import OptimizerConfig, TrainerConfig
 from forge_core.update_config import UpdateConfig
 
 
@@ -55,55 +58,6 @@ class PolicyConfig(Settings):
     fresh: FreshPolicyConfig = Field(default_factory=FreshPolicyConfig, description="Shape for fresh://qwen3")
 
 
-class DatasetConfig(FunctionConfig):
-    """Problems to train or evaluate on."""
-
-    fn: str = Field("arithmetic", description="Built-in dataset name, or package.module:function yielding Example")
-
-
-class OptimizerConfig(Settings):
-    """AdamW and its learning-rate schedule."""
-
-    learning_rate: float = Field(1e-5, gt=0, description="Peak learning rate")
-    schedule: Literal["constant", "linear", "cosine"] = Field("constant", description="Shape after the warm-up")
-    warmup_steps: int = Field(0, ge=0, description="Optimizer steps of linear warm-up")
-    weight_decay: float = Field(0.0, ge=0, description="Decoupled weight decay")
-    beta1: float = Field(0.9, ge=0, lt=1, description="Decay of the first moment")
-    beta2: float = Field(0.99, ge=0, lt=1, description="Decay of the second moment")
-    epsilon: float = Field(1e-8, gt=0, description="Added to the root of the second moment")
-    max_grad_norm: float = Field(1.0, gt=0, description="Gradients are rescaled to at most this global norm")
-
-
-class TrainerConfig(Settings):
-    """How a policy is trained, apart from what it is trained on."""
-
-    num_ranks: int = Field(1, ge=1, description="Trainer processes (one per GPU, or gloo ranks on CPU)")
-    row_tokens: int = Field(1024, ge=8, description="Length of a packed row, tokens; no document may be longer")
-    micro_batch_rows: int = Field(1, ge=1, description="Packed rows in one forward/backward pass of one rank")
-    dtype: Literal["auto", "float32", "bfloat16"] = Field(
-        "auto", description="Compute precision; auto is bfloat16 on a GPU and float32 on a CPU"
-    )
-    attention: Literal["auto", "varlen", "flex"] = Field(
-        "auto", description="Attention kernel on a GPU (auto: varlen); a CPU always uses per-document SDPA"
-    )
-    activation_checkpoint: Literal["none", "selective", "full"] = Field(
-        "none", description="Recompute activations in the backward pass to save memory"
-    )
-    overrides: dict[str, JsonValue] = Field(
-        default_factory=dict, description="Dotted torchtitan settings, e.g. {compile.enable: true}; unknown names fail"
-    )
-
-    def halved(self, times: int) -> TrainerConfig:
-        """With the micro-batch halved so many times: first its rows, then, when one is left, the length of a row.
-
-        The gradient is the same up to rounding, since it is summed over micro-batches.
-        """
-        rows, tokens = self.micro_batch_rows, self.row_tokens
-        for _ in range(times):
-            rows, tokens = (rows // 2, tokens) if rows > 1 else (rows, tokens // 2)
-        return self.model_copy(update={"micro_batch_rows": rows, "row_tokens": max(8, tokens)})
-
-
 class GeneratorConfig(Settings):
     """The vLLM engine."""
 
@@ -119,21 +73,6 @@ class GeneratorConfig(Settings):
     def halved(self, times: int) -> GeneratorConfig:
         """With half as many sequences at once, so many times; what is sampled stays the same."""
         return self.model_copy(update={"max_num_seqs": max(1, self.max_num_seqs >> times)})
-
-
-class SftConfig(Settings):
-    """Supervised fine-tuning on the assistant turns of a dataset."""
-
-    dataset: DatasetConfig = Field(default_factory=DatasetConfig, description="Chat examples to learn from")
-    num_steps: int = Field(100, ge=0, description="Optimizer steps at most; 0 skips this stage")
-    batch_size: int = Field(64, ge=1, description="Examples per optimizer step")
-    optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig, description="Optimizer of this stage")
-    stop_below_loss: float | None = Field(
-        None, gt=0, description="Stop early, after the cool-down, once the smoothed training loss is below this"
-    )
-    cooldown_steps: int = Field(
-        10, ge=0, description="Steps in which the learning rate falls linearly to 0 after stop_below_loss was reached"
-    )
 
 
 class GrpoConfig(UpdateConfig):
@@ -234,6 +173,7 @@ class RunConfig(Settings):
     root: str = Field(".forge/store", description="Where artifacts live: a directory or any fsspec URI (s3://bucket/x)")
     seed: int = Field(0, ge=0, description="Seed of initialisation, data order and sampling")
     policy: PolicyConfig = Field(default_factory=PolicyConfig, description="The starting policy")
+    chat: ChatConfig = Field(default_factory=ChatConfig, description="How messages become text")
     evals: tuple[EvalConfig, ...] = Field((EvalConfig(),), description="Held-out evaluations")
     trainer: TrainerConfig = Field(default_factory=TrainerConfig, description="The training engine")
     generator: GeneratorConfig = Field(default_factory=GeneratorConfig, description="The sampling engine")

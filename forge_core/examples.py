@@ -6,19 +6,27 @@ import json
 import random
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import Field, JsonValue, ValidationError
+from pydantic import Field, JsonValue, SerializerFunctionWrapHandler, ValidationError, model_serializer
 
 from forge_core.seeds import derive_seed
 from forge_core.settings import Settings
 
 
 class Message(Settings):
-    """One turn of a chat."""
+    """One turn of a chat. What is not given is not there for the chat template either."""
 
     role: Literal["system", "user", "assistant", "tool"]
     content: str
+    name: str | None = Field(None, description="Name of the tool whose answer this is")
+    tool_calls: tuple[dict[str, JsonValue], ...] | None = Field(None, description="Calls that the assistant makes")
+    tool_call_id: str | None = Field(None, description="The call that a tool answers")
+    reasoning_content: str | None = Field(None, description="What the assistant thought before it spoke")
+
+    @model_serializer(mode="wrap")
+    def _as_given(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return {name: value for name, value in serialize(self).items() if value is not None}
 
 
 class Example(Settings):
@@ -33,13 +41,13 @@ class Example(Settings):
     metadata: dict[str, JsonValue] = Field(default_factory=dict)
 
     @property
-    def prompt(self) -> list[dict[str, str]]:
+    def prompt(self) -> list[dict[str, JsonValue]]:
         """The turns shown to the policy: everything before a final assistant turn."""
         turns = self.messages[:-1] if self.messages[-1].role == "assistant" else self.messages
         return [turn.model_dump() for turn in turns]
 
     @property
-    def conversation(self) -> list[dict[str, str]]:
+    def conversation(self) -> list[dict[str, JsonValue]]:
         """All turns, for SFT; raises ValueError when there is no assistant turn to learn."""
         if self.messages[-1].role != "assistant":
             raise ValueError(f"example {self.id} has no final assistant turn, so SFT has nothing to learn from it")

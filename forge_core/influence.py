@@ -12,8 +12,8 @@ from safetensors.numpy import load
 
 from forge_core import storage
 from forge_core.artifacts import ArtifactError, Manifest, Ref
-from forge_core.config import SftConfig
 from forge_core.examples import take
+from forge_core.fit_config import SftConfig
 from forge_core.lineage_graph import Scan, scan
 from forge_core.lineage_text import ranges
 from forge_core.manifests import NUM_THREADS, file_reader, short_name
@@ -138,7 +138,7 @@ def _rollout_uses(stored: Scan, example_id: str, problems: list[str]) -> list[Ro
 
 
 def _sft_uses(stored: Scan, example_id: str, problems: list[str]) -> list[SftUse]:
-    """SFT takes the first steps x batch_size places of the dataset's stream, so what it saw is known exactly."""
+    """SFT takes the first places of the dataset's stream, so what it saw is known exactly."""
     tuned = {digest: node for digest, node in stored.nodes.items() if node.stage == "sft"}
     datasets = list({node.inputs["dataset"].digest: node.inputs["dataset"] for node in tuned.values()}.values())
 
@@ -152,7 +152,8 @@ def _sft_uses(stored: Scan, example_id: str, problems: list[str]) -> list[SftUse
         found = ids.get(dataset.digest, [])
         if example_id not in found:
             continue
-        count = int(node.summary["sft/steps"]) * SftConfig.model_validate(node.settings["sft"]).batch_size
+        settings, num_steps = SftConfig.model_validate(node.settings["sft"]), int(node.summary["sft/steps"])
+        count = sum(settings.places(num_steps - 1, len(found))) if num_steps else 0
         manifest = stored.reader.resolve(dataset)
         assert isinstance(manifest, Manifest)  # its examples have been read
         assert node.seed is not None

@@ -19,10 +19,11 @@ from forge_core.config import (
     PolicyConfig,
     RewardConfig,
     SamplingConfig,
-    SftConfig,
     TrainerConfig,
 )
+from forge_core.data_config import ChatConfig
 from forge_core.faults import JobFaults
+from forge_core.fit_config import FitConfig, SftConfig
 from forge_core.settings import Settings
 from forge_core.update_config import KlConfig, UpdateConfig
 
@@ -32,7 +33,7 @@ Role = Literal["trainer", "generator", "scorer", "reference"]
 STAGE_VERSIONS = {
     "dataset": 1,
     "start": 1,
-    "sft": 2,
+    "sft": 3,
     "rollout": 2,
     "reference": 1,
     "score": 2,
@@ -99,12 +100,14 @@ class StageJob(Settings):
         return self.model_dump(mode="json")
 
     def digest(self) -> str:
-        """SHA-256 of the job's identity: inputs count by digest, not by where they lie."""
+        """SHA-256 of the job's identity and its software."""
+        return sha256_json([self.identity(), self.software])
+
+    def identity(self) -> dict[str, JsonValue]:
+        """All that decides the result, software apart: inputs count by digest, not by where they lie."""
         inputs = {name: ref.digest for name, ref in self.inputs.items()}
         apart = self.not_identity | inputs.keys()
-        identity = {name: value for name, value in self.as_json().items() if name not in apart}
-        identity |= inputs
-        return sha256_json([identity, self.software])
+        return {name: value for name, value in self.as_json().items() if name not in apart} | inputs
 
 
 class DatasetJob(StageJob):
@@ -130,18 +133,39 @@ class StartJob(StageJob):
     seed: int
 
 
-class SftJob(StageJob):
-    """Supervised fine-tuning of a policy."""
+class FitJob(StageJob):
+    """What every training on a fixed dataset has; its settings are the field that is named like the stage."""
 
     role = "trainer"
-    kind = "policy"
     packages = ("torch", "torchtitan", "transformers")
-    stage: Literal["sft"] = "sft"
     policy: Ref
     dataset: Ref
-    sft: SftConfig
+    validation: Ref | None = Field(None, description="Dataset of the validation loss")
+    chat: ChatConfig = Field(default_factory=ChatConfig)
     trainer: TrainerConfig
     seed: int
+    snapshot_output: str | None = Field(None, description="Prefix of the URIs of snapshots on the way")
+
+    @property
+    def fit(self) -> FitConfig:
+        """The settings."""
+        return getattr(self, self.stage)
+
+    def identity(self) -> dict[str, JsonValue]:
+        """How often a snapshot is made decides nothing."""
+        identity = super().identity()
+        settings = identity[self.stage]
+        assert isinstance(settings, dict)
+        del settings["checkpoint_every"]
+        return identity
+
+
+class SftJob(FitJob):
+    """Supervised fine-tuning of a policy."""
+
+    kind = "policy"
+    stage: Literal["sft"] = "sft"
+    sft: SftConfig
 
 
 class RolloutJob(StageJob):
@@ -157,6 +181,7 @@ class RolloutJob(StageJob):
     num_prompts: int
     group_size: int
     sampling: SamplingConfig
+    chat: ChatConfig = Field(default_factory=ChatConfig)
     generator: GeneratorConfig
     seed: int
 
@@ -232,6 +257,7 @@ class EvaluateJob(StageJob):
     policy: Ref
     dataset: Ref
     evaluation: EvalConfig
+    chat: ChatConfig = Field(default_factory=ChatConfig)
     generator: GeneratorConfig
     source_sha256: str
     seed: int

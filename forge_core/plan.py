@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from forge_core import storage
 from forge_core.artifacts import Ref, read_manifest, sha256_json
-from forge_core.config import DatasetConfig, EvalConfig, GrpoConfig, GrpoRunConfig, RunConfig, SftConfig, SftRunConfig
+from forge_core.config import DatasetConfig, EvalConfig, GrpoConfig, GrpoRunConfig, RunConfig, SftRunConfig
+from forge_core.fit_config import SftConfig
 from forge_core.functions import check_function, is_over_batch, source_sha256
 from forge_core.jobs import (
     DatasetJob,
@@ -56,6 +57,8 @@ class Plan:
             check_function(evaluation.reward, "reward")
         if (sft := self.sft_config) is not None:
             check_function(sft.dataset, "dataset")
+            if sft.validation is not None:
+                check_function(sft.validation.dataset, "dataset")
         if (grpo := self.grpo_config) is not None:
             check_function(grpo.dataset, "dataset")
             for reward in grpo.rewards:
@@ -93,7 +96,7 @@ class Plan:
             seed=self.config.seed,
         )
 
-    def sft(self, policy: Ref, dataset: Ref) -> SftJob:
+    def sft(self, policy: Ref, dataset: Ref, validation: Ref | None = None) -> SftJob:
         """Supervised fine-tuning, v0000 -> v0001."""
         sft = self.sft_config
         assert sft is not None
@@ -101,9 +104,12 @@ class Plan:
             output=self._policy_uri(1),
             policy=policy,
             dataset=dataset,
+            validation=validation,
             sft=sft,
+            chat=self.config.chat,
             trainer=self.config.trainer,
             seed=self.config.seed,
+            snapshot_output=f"{self.run_uri}/train_states/v0001",
         )
 
     def rollout(
@@ -123,6 +129,7 @@ class Plan:
             num_prompts=grpo.prompts_per_iteration,
             group_size=grpo.group_size,
             sampling=grpo.sampling,
+            chat=self.config.chat,
             generator=self.config.generator,
             seed=self.config.seed,
         )
@@ -193,6 +200,7 @@ class Plan:
             policy=policy,
             dataset=dataset,
             evaluation=evaluation,
+            chat=self.config.chat,
             generator=self.config.generator,
             source_sha256=source_sha256(evaluation.reward, "reward"),
             seed=self.config.seed,

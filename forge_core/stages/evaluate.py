@@ -33,7 +33,7 @@ def run(job: EvaluateJob, workspace: Workspace) -> Manifest:
             "lower it"
         )
     pool = _reward_pool(job, workspace)  # it imports the reward while the engine generates
-    prompts = [encode_prompt(engine.tokenizer, example.prompt) for example in examples]
+    prompts = [encode_prompt(engine.tokenizer, example.prompt, job.chat) for example in examples]
     seeds = [derive_seed("evaluate", job.seed, place) for place in range(len(examples))]
     greedy = SamplingConfig(max_tokens=settings.max_tokens, temperature=0.0)
     sampled = SamplingConfig(max_tokens=settings.max_tokens, temperature=settings.temperature)

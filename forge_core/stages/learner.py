@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from forge_core import artifacts, storage
 from forge_core.artifacts import ArtifactError, Manifest, Ref
 from forge_core.batching import TrainSequence
 from forge_core.config import OptimizerConfig, TrainerConfig
-from forge_core.jobs import ReferenceJob, SftJob, UpdateJob
+from forge_core.jobs import FitJob, ReferenceJob, UpdateJob
 from forge_core.stages.workspace import Stopwatch, Workspace
 from forge_core.trainer.models import PolicyShape
 from forge_core.trainer.policy_trainer import PolicyTrainer
@@ -42,7 +42,7 @@ class Learner:
 
 
 def trainer_from_policy(
-    job: SftJob | UpdateJob | ReferenceJob,
+    job: FitJob | UpdateJob | ReferenceJob,
     policy: Ref,
     optimizer: OptimizerConfig,
     total_steps: int,
@@ -104,12 +104,12 @@ def trainer_at(
         _, hf_dir = workspace.fetch(job.policy)
         # Replay gives the same bits on the same hardware. The published weights are what rollouts were sampled from, so
         # they count wherever it does not.
-        trainer.load_policy(hf_dir)
+        trainer.load_trained(hf_dir)
     workspace.held["learner"].policy = job.policy
     return trainer
 
 
-def row_tokens(job: SftJob | UpdateJob | ReferenceJob, sequences: Sequence[TrainSequence]) -> int:
+def row_tokens(job: FitJob | UpdateJob | ReferenceJob, sequences: Sequence[TrainSequence]) -> int:
     """Length of a packed row that fits into memory; raises ValueError when a sequence does not fit into such a row."""
     if not sequences:
         raise ValueError(
@@ -126,21 +126,27 @@ def row_tokens(job: SftJob | UpdateJob | ReferenceJob, sequences: Sequence[Train
 
 
 def publish_policy(
-    job: SftJob | UpdateJob,
+    job: FitJob | UpdateJob,
     source: Ref,
     trainer: PolicyTrainer,
     workspace: Workspace,
     *,
     summary: dict,
     watch: Stopwatch,
+    beside: Mapping[str, str] | None = None,
 ) -> Manifest | None:
-    """Export the trainer's weights and commit them as the job's output; the manifest on rank 0, None on other ranks."""
+    """Export the trainer's weights and commit them as the job's output; the manifest on rank 0, None on other ranks.
+
+    `beside` has the content of further files by name.
+    """
     _, source_dir = workspace.fetch(_with_files(source))
     manifest = None
     with workspace.directory() as directory:
         with watch("export"):
             trainer.export_hf(directory, source_dir)
         if workspace.rank == 0:
+            for name, content in (beside or {}).items():
+                (directory / name).write_text(content)
             manifest = workspace.commit(job, directory, summary=summary, timings=watch.seconds)
             _require_ours(manifest, directory)
     if torch.distributed.is_initialized():

@@ -27,7 +27,7 @@ def run(job: RolloutJob, workspace: Workspace) -> Manifest:
         examples = read_examples(dataset_dir / "examples.jsonl")
     start, content = job.first_prompt, dataset.sha256_of("examples.jsonl")
     window = take(len(examples), start=start, count=job.num_prompts, seed=job.seed, digest=content)
-    encoded = [encode_prompt(engine.tokenizer, examples[index].prompt) for index in window]
+    encoded = [encode_prompt(engine.tokenizer, examples[index].prompt, job.chat) for index in window]
     places = fitting(encoded, job)
     chosen, prompts = [examples[window[place]] for place in places], [encoded[place] for place in places]
     # A seed per place in the data stream: the same prompt samples anew in another epoch, and any replica samples alike.

@@ -73,12 +73,13 @@ class TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def backward(  # pyrefly: ignore [bad-override]
         ctx, grad_logprobs: Tensor | None, grad_entropies: Tensor | None
-    ) -> tuple[Tensor, Tensor, None, None]:
+    ) -> tuple[Tensor, Tensor | None, None, None]:
         hidden, weight, labels, normalisers, entropies = ctx.saved_tensors
         if grad_logprobs is None:
             grad_logprobs = torch.zeros_like(normalisers)
         grad_hidden = torch.empty_like(hidden)
-        grad_weight = torch.zeros_like(weight, dtype=_precise(weight))  # float32: a sum over many chunks
+        # float32: a sum over many chunks. A frozen head has none.
+        grad_weight = torch.zeros_like(weight, dtype=_precise(weight)) if ctx.needs_input_grad[1] else None
         for rows in _chunks(len(labels), weight.shape[0]):
             scale = (grad_logprobs[rows] / ctx.temperature)[:, None]
             grad_scores = _scores(hidden[rows], weight, ctx.temperature).sub_(normalisers[rows, None])  # log p
@@ -91,8 +92,9 @@ class TokenLogprobs(torch.autograd.Function):
             grad_scores.scatter_add_(-1, labels[rows, None], scale)  # (one_hot - softmax) * scale
             grad_scores = grad_scores.to(hidden.dtype)
             grad_hidden[rows] = grad_scores @ weight
-            grad_weight += grad_scores.T @ hidden[rows]
-        return grad_hidden, grad_weight.to(weight.dtype), None, None
+            if grad_weight is not None:
+                grad_weight += grad_scores.T @ hidden[rows]
+        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None
 
 
 def _scores(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:

@@ -24,8 +24,7 @@ from torchtitan.models.common.decoder import Decoder
 from torchtitan.protocols.state_dict_adapter import BaseStateDictAdapter
 
 from forge_core.batching import TrainBatch
-from forge_core.config import OptimizerConfig, TrainerConfig
-from forge_core.trainer import train_state, weights
+from forge_core.trainer import lora, train_state, weights
 from forge_core.trainer.attention import find_documents
 from forge_core.trainer.device import DEVICE_TYPE, start_process_group, stop_process_group
 from forge_core.trainer.logprob_head import LogprobHead, TokenQuery
@@ -38,6 +37,7 @@ from forge_core.trainer.torchtitan_config import (
     lr_scheduler_config,
     optimizer_config,
 )
+from forge_core.trainer_config import LoraConfig, OptimizerConfig, TrainerConfig
 from forge_core.update_config import KlConfig
 
 
@@ -52,6 +52,8 @@ class PolicyTrainer(torchtitan.trainer.Trainer):
     """
 
     shape: PolicyShape
+    lora: LoraConfig | None
+    seed: int
     optimizer_settings: OptimizerConfig
     total_steps: int
 
@@ -72,6 +74,10 @@ class PolicyTrainer(torchtitan.trainer.Trainer):
         """
         shape = PolicyShape.read(hf_dir)
         spec = build_model_spec(shape, inner_attention=attention_config(trainer), row_tokens=trainer.row_tokens)
+        adapter = spec.state_dict_adapter
+        assert adapter is not None
+        if trainer.lora is not None:
+            spec = replace(spec, model=lora.with_adapters(spec.model, trainer.lora))
         config = build_config(
             spec, trainer=trainer, optimizer=optimizer, total_steps=total_steps, seed=seed, scratch=scratch
         )
@@ -80,8 +86,8 @@ class PolicyTrainer(torchtitan.trainer.Trainer):
         torchtitan_log.setLevel(logging.ERROR)  # it warns of an unknown peak speed on every CPU
         try:
             policy = cls(config)
-            assert spec.state_dict_adapter is not None
-            policy._adopt(shape, spec.state_dict_adapter(spec.model, None), optimizer, total_steps)
+            policy.lora, policy.seed = trainer.lora, seed
+            policy._adopt(shape, adapter(spec.model, None), optimizer, total_steps)
             policy.load_policy(hf_dir)
         except BaseException:
             stop_process_group()
@@ -134,7 +140,7 @@ class PolicyTrainer(torchtitan.trainer.Trainer):
                 group["lr"] = learning_rate * factor
 
     def load_policy(self, hf_dir: Path) -> None:
-        """Take over the weights in `hf_dir`; optimizer and step stay.
+        """Take over the weights in `hf_dir`, with fresh adapters where there are any; optimizer and step stay.
 
         Raises ValueError, and changes nothing, when they are not those of a policy of the same shape.
         """
@@ -144,6 +150,15 @@ class PolicyTrainer(torchtitan.trainer.Trainer):
                 f"the policy in {hf_dir} is {shape}, but the open one is {self.shape}; open a trainer on it"
             )
         weights.load_weights(self.model, self.adapter, hf_dir, is_tied=self.shape.is_tied)
+        if self.lora is not None:
+            lora.reset_adapters(self.model, self.seed)
+
+    def load_trained(self, hf_dir: Path) -> None:
+        """Take over what was trained of the policy that this trainer has exported to `hf_dir`: weights or adapters."""
+        if self.lora is None:
+            self.load_policy(hf_dir)
+        else:
+            lora.load_adapter(self.model, self.adapter, hf_dir / lora.ADAPTER_DIRECTORY)
 
     def train_step(  # pyrefly: ignore [bad-override]  our loop, not torchtitan's, calls it
         self,
@@ -229,9 +244,13 @@ class PolicyTrainer(torchtitan.trainer.Trainer):
         """Write the policy to `out_dir` in Hugging Face layout, tokenizer and chat template taken from `source`.
 
         Weights keep the dtype they are trained in, so that a trainer opened on them continues with the same bits.
+        Adapters are merged into them, and beside them in a directory of their own.
         """
-        weights.export_weights(self.model, self.adapter, out_dir, is_tied=self.shape.is_tied)
+        whole = weights.gather_weights(self.model, is_tied=self.shape.is_tied)
         if dist.get_rank() == 0:
+            if self.lora is not None:
+                whole = lora.save_merged(whole, self.adapter, self.lora, out_dir)
+            weights.write_weights(whole, self.adapter, out_dir)
             weights.copy_companions(source, out_dir, next(self.model.parameters()).dtype)
         dist.barrier()
 
@@ -243,6 +262,14 @@ class PolicyTrainer(torchtitan.trainer.Trainer):
         """Continue where `save_train_state` left off, also with another number of ranks."""
         self.optimizers.zero_grad()
         train_state.load_train_state(in_dir, **self._stateful_parts())
+
+    def save_weights(self, out_dir: Path) -> None:
+        """Write the weights, as they are in training, to `out_dir`, one file per rank."""
+        train_state.save_weights(out_dir, model=self.model, is_tied=self.shape.is_tied)
+
+    def load_weights(self, in_dir: Path) -> None:
+        """Take the weights that `save_weights` wrote; optimizer and step stay."""
+        train_state.load_weights(in_dir, model=self.model, is_tied=self.shape.is_tied)
 
     def close(self) -> None:
         """Leave the process group; afterwards another trainer can be opened in this process."""

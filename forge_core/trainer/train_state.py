@@ -47,6 +47,16 @@ def load_train_state(
         dcp.load(_state(model, is_tied, optimizers, lr_schedulers, trainer), checkpoint_id=in_dir)
 
 
+def save_weights(out_dir: Path, *, model: nn.Module, is_tied: bool) -> None:
+    """Write the weights alone to `out_dir`, one file per rank."""
+    dcp.save({"model": native_state(model, is_tied=is_tied)}, checkpoint_id=out_dir)
+
+
+def load_weights(in_dir: Path, *, model: nn.Module, is_tied: bool) -> None:
+    """Take over the weights that `save_weights` or `save_train_state` wrote."""
+    dcp.load({"model": native_state(model, is_tied=is_tied)}, checkpoint_id=in_dir)
+
+
 def _state(
     model: nn.Module,
     is_tied: bool,

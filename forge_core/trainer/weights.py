@@ -47,14 +47,14 @@ def load_weights(model: nn.Module, adapter: BaseStateDictAdapter, hf_dir: Path, 
     stored = {name: tensor for name, tensor in stored.items() if not name.endswith("rotary_emb.inv_freq")}
     if is_tied:
         stored.pop("lm_head.weight", None)  # some writers store the shared matrix twice
-    targets = native_state(model, is_tied=is_tied)
+    targets = {name: tensor for name, tensor in native_state(model, is_tied=is_tied).items() if not is_adapter(name)}
     shapes = adapter.to_hf({name: torch.empty(tensor.shape, device="meta") for name, tensor in targets.items()})
     _check_names_and_shapes(stored, shapes, hf_dir)
 
     native = adapter.from_hf(stored)
     with torch.no_grad():
         for name, target in targets.items():
-            _copy_into(target, native[name])
+            copy_into(target, native[name])
 
 
 @contextmanager
@@ -90,8 +90,13 @@ def _local_parameters(model: nn.Module) -> list[tuple[str, Tensor]]:
     ]
 
 
-def export_weights(model: nn.Module, adapter: BaseStateDictAdapter, out_dir: Path, *, is_tied: bool) -> None:
-    """Write the weights to `out_dir` as safetensors of at most 5 GB each; all ranks take part, rank 0 writes."""
+def is_adapter(name: str) -> bool:
+    """Whether a torchtitan name is that of a low-rank adapter's weight."""
+    return ".lora_" in name
+
+
+def gather_weights(model: nn.Module, *, is_tied: bool) -> dict[str, Tensor]:
+    """Whole weights on the CPU, by torchtitan name; all ranks take part, and all but rank 0 get none."""
     is_writer = dist.get_rank() == 0
     whole: dict[str, Tensor] = {}
     for name, tensor in native_state(model, is_tied=is_tied).items():
@@ -99,10 +104,14 @@ def export_weights(model: nn.Module, adapter: BaseStateDictAdapter, out_dir: Pat
         if is_writer:
             # A copy: what was gathered from uneven shards is a view into a larger, padded buffer.
             whole[name] = full.detach().to("cpu", copy=True)
-    if is_writer:
-        out_dir.mkdir(parents=True, exist_ok=True)
-        hf_weights = {name: tensor.contiguous() for name, tensor in adapter.to_hf(whole).items()}
-        save_torch_state_dict(hf_weights, out_dir, max_shard_size="5GB")
+    return whole
+
+
+def write_weights(whole: dict[str, Tensor], adapter: BaseStateDictAdapter, out_dir: Path) -> None:
+    """Write whole weights to `out_dir` in Hugging Face layout, as safetensors of at most 5 GB each."""
+    out_dir.mkdir(parents=True, exist_ok=True)
+    hf_weights = {name: tensor.contiguous() for name, tensor in adapter.to_hf(whole).items()}
+    save_torch_state_dict(hf_weights, out_dir, max_shard_size="5GB")
 
 
 def copy_companions(source: Path, out_dir: Path, dtype: torch.dtype) -> None:
@@ -145,7 +154,8 @@ def _check_names_and_shapes(stored: dict[str, Tensor], expected: dict[str, Tenso
             )
 
 
-def _copy_into(target: Tensor, source: Tensor) -> None:
+def copy_into(target: Tensor, source: Tensor) -> None:
+    """Replace a weight, which may be a shard, by a whole tensor that every rank has."""
     source = source.to(device=target.device, dtype=target.dtype)
     if isinstance(target, DTensor):
         # Every rank has read the file, so each cuts its own shard and nothing is sent.

@@ -2,8 +2,10 @@ import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from forge_core.chat import encode_conversation, encode_prompt
+from forge_core.chat import encode_conversation, encode_prompt, encode_turns
 from forge_core.config import FreshPolicyConfig
+from forge_core.data_config import ChatConfig
+from forge_core.examples import Example, Message
 from forge_core.policies import build_fresh_policy
 
 PLAIN = (
@@ -130,3 +132,79 @@ def test_character_outside_the_vocabulary_is_an_error(fresh_tokenizer):
 def test_role_unknown_to_the_template_is_an_error(fresh_tokenizer):
     with pytest.raises(ValueError, match="role is tool"):
         encode_prompt(fresh_tokenizer, [{"role": "tool", "content": "3"}])
+
+
+# Removes what the assistant thought from all turns but the last, as Qwen3's template does.
+THINKING = (
+    "{% for m in messages %}[{{ m['role'][0] }}]"
+    "{% if m['role'] == 'assistant' %}"
+    "{% if loop.last %}<think>{{ m['reasoning_content'] or '' }}</think>{% endif %}{{ m['content'] }}"
+    "{% else %}{{ m['content'] }}{% endif %}<e>{% endfor %}"
+    "{% if add_generation_prompt %}[a]{% if enable_thinking is defined and enable_thinking is false %}"
+    "<think></think>{% endif %}{% endif %}"
+)
+THOUGHTFUL = [
+    {"role": "user", "content": "1+1="},
+    {"role": "assistant", "content": "2", "reasoning_content": "easy"},
+    {"role": "user", "content": "2+2="},
+    {"role": "assistant", "content": "4", "reasoning_content": "twice"},
+]
+
+
+@pytest.mark.parametrize("has_blocks", [False, True])
+def test_turns_that_a_template_rewrites_are_learned_one_by_one(has_blocks):
+    template = THINKING
+    if has_blocks:
+        start = "{% if m['role'] == 'assistant' %}"
+        template = template.replace(start, start + "{% generation %}").replace(
+            "{{ m['content'] }}{% else %}", "{{ m['content'] }}{% endgeneration %}{% else %}", 1
+        )
+    tokenizer = tiny_tokenizer(template)
+    pieces = encode_turns(tokenizer, THOUGHTFUL)
+    learned = [tokenizer.decode([i for i, on in zip(ids, mask, strict=True) if on]) for ids, mask in pieces]
+    assert learned == ["<think>easy</think>2<e>", "<think>twice</think>4<e>"]
+    for (ids, mask), turn in zip(pieces, (1, 3), strict=True):
+        prompt = encode_prompt(tokenizer, THOUGHTFUL[:turn])
+        assert ids[: len(prompt)] == prompt
+        assert mask.index(True) == len(prompt)
+    assert tokenizer.decode(pieces[1][0]).startswith("[u]1+1=<e>[a]2<e>")  # as the policy sees its own past
+
+
+def test_conversation_that_only_grows_stays_one_sequence(fresh_tokenizer):
+    assert encode_turns(fresh_tokenizer, TWO_TURNS) == [encode_conversation(fresh_tokenizer, TWO_TURNS)]
+
+
+def test_template_variables_reach_prompts_and_conversations_alike():
+    tokenizer, chat = tiny_tokenizer(THINKING), ChatConfig(template_kwargs={"enable_thinking": False})
+    prompt = encode_prompt(tokenizer, THOUGHTFUL[:1], chat)
+    assert tokenizer.decode(prompt) == "[u]1+1=<e>[a]<think></think>"
+    assert tokenizer.decode(encode_prompt(tokenizer, THOUGHTFUL[:1])) == "[u]1+1=<e>[a]"
+    ((ids, mask),) = encode_turns(tokenizer, TURN, chat)
+    assert ids[: len(prompt)] == prompt
+    assert tokenizer.decode([i for i, on in zip(ids, mask, strict=True) if on]) == "2<e>"
+
+
+def test_tools_answer_without_being_learned():
+    template = (
+        "{% if tools %}{{ tools[0]['name'] }}{% endif %}{% for m in messages %}[{{ m['role'][0] }}]"
+        "{% if m['tool_calls'] %}{{ m['tool_calls'][0]['name'] }}!{% endif %}{{ m['content'] }}<e>{% endfor %}"
+        "{% if add_generation_prompt %}[a]{% endif %}"
+    )
+    example = Example(
+        id="0",
+        messages=(
+            Message(role="system", content="use tools"),
+            Message(role="user", content="1+1="),
+            Message(role="assistant", content="", tool_calls=({"name": "add"},)),
+            Message(role="tool", content="2", name="add"),
+            Message(role="assistant", content="two"),
+        ),
+    )
+    tokenizer, chat = tiny_tokenizer(template), ChatConfig(template_kwargs={"tools": [{"name": "add"}]})
+    ((ids, mask),) = encode_turns(tokenizer, example.conversation, chat)
+    assert tokenizer.decode(ids) == "add[s]use tools<e>[u]1+1=<e>[a]add!<e>[t]2<e>[a]two<e>"
+    assert tokenizer.decode([i for i, on in zip(ids, mask, strict=True) if on]) == "add!<e>two<e>"
+
+
+def test_messages_have_only_what_was_given():
+    assert Message(role="user", content="hi").model_dump() == {"role": "user", "content": "hi"}
