@@ -14,7 +14,9 @@ def right_by_problem(evaluation: Manifest) -> dict[str, float]:
     rows = [json.loads(line) for line in file_reader(evaluation, "samples.jsonl")().splitlines()]
     found = {str(row["id"]): float(row["is_right"]) for row in rows}
     if len(found) != len(rows):
-        raise ArtifactError(f"{evaluation.uri} has {len(rows)} problems with {len(found)} different ids; they must differ")
+        raise ArtifactError(
+            f"{evaluation.uri} has {len(rows)} problems with {len(found)} different ids; they must differ"
+        )
     return found
 
 

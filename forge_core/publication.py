@@ -63,11 +63,9 @@ def publish(
     hf_uri = resolve(policy).files_uri
     with hold(root, policy, f"publication as {name}"):  # until the pointer itself keeps it from being pruned
         while True:
-            records = history(root, name)
-            published = next((one for one in records if (one.policy, one.run_id) == (policy, run_id)), None)
-            if published is not None:
+            if (published := find_published(root, name, policy, run_id)) is not None:
                 break
-            newest = records[-1].version if records else 0
+            newest = max(versions(root, name), default=0)
             if replaces is not None and newest != replaces:
                 raise ChampionChangedError(f"{name} is at version {newest} by now, it was at {replaces}")
             published = Publication(
@@ -121,6 +119,11 @@ def champion(root: str, name: str) -> Publication | None:
     """The newest record of a name, None when nothing was published yet."""
     numbers = versions(root, name)
     return read_version(root, name, numbers[-1]) if numbers else None
+
+
+def find_published(root: str, name: str, policy: Ref, run_id: str) -> Publication | None:
+    """The record by which a run published a policy under a name, None when it has not."""
+    return next((one for one in history(root, name) if (one.policy, one.run_id) == (policy, run_id)), None)
 
 
 def previous(root: str, name: str) -> Publication | None:

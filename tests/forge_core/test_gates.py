@@ -10,6 +10,7 @@ import pytest
 from forge_core import artifacts, storage
 from forge_core.artifacts import ArtifactError, Manifest
 from forge_core.comparison import PairedDifference, paired_difference
+from forge_core.config import SftRunConfig
 from forge_core.evaluations import compare
 from forge_core.gates import GatesConfig, failures, judge
 
@@ -107,3 +108,12 @@ def test_a_report_that_was_altered_is_not_believed(tmp_path: Path):
     storage.write_atomic(f"{first.files_uri}/samples.jsonl", b'{"id": "a", "is_right": false}\n')
     with pytest.raises(ArtifactError, match="does not have the SHA-256"):
         compare(first, first)
+
+
+def test_a_gate_on_what_a_run_does_not_measure_is_refused_before_it_starts(tmp_path: Path):
+    config = tiny_config(str(tmp_path), gates=GatesConfig(max_kl_to_reference=0.5))
+    with pytest.raises(ValueError, match=r"gates.max_kl_to_reference is 0.5, which this run does not .* grpo.kl"):
+        Plan(config, "run").check()
+    config = SftRunConfig(root=str(tmp_path), gates=GatesConfig(min_entropy=0.1))
+    with pytest.raises(ValueError, match=r"gates.min_entropy is 0.1, which this run does not measure; leave it out$"):
+        Plan(config, "run").check()
