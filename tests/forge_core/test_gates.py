@@ -13,6 +13,8 @@ from forge_core.comparison import PairedDifference, paired_difference
 from forge_core.config import SftRunConfig
 from forge_core.evaluations import compare
 from forge_core.gates import GatesConfig, failures, judge
+from forge_core.plan import Plan
+from tests.pipeline import tiny_config
 
 
 def difference(low: float) -> PairedDifference:
