@@ -25,8 +25,8 @@ def publish(run: Run, policy: Ref, metrics: Numbers) -> Publication | None:
     config = run.plan.config
     published = publication.find_published(config.root, config.name, policy, run.plan.run_id)
     results = published.gates if published else ()
-    is_decided = False
-    while not is_decided:
+    made = None
+    while made is None:
         champion = publication.champion(config.root, config.name)
         if published is None and config.gates.are_set:
             results = pass_gates(run, policy, champion, metrics)
@@ -35,8 +35,6 @@ def publish(run: Run, policy: Ref, metrics: Numbers) -> Publication | None:
                 return None
         replaces = (champion.version if champion else 0) if config.gates.are_set else None
         made = stages.publish(config.root, config.name, policy, run.plan.run_id, metrics, results, replaces)
-        is_decided = made is not None
-    assert made is not None
     run.tracker.register(made)
     show(run, made.hf_uri, f"published as version {made.version}", metrics, results)
     run.logger.info("published %s -> %s", config.name, made.hf_uri)

@@ -36,7 +36,7 @@ class Publication(Settings):
     hf_uri: str
     run_id: str
     metrics: dict[str, float | int]
-    gates: tuple[GateResult, ...] = Field((), description="The gates it has passed")
+    gates: tuple[GateResult, ...] = Field((), description="How it fared at them; a failure was overruled by hand")
     published_at: str
 
 
