@@ -92,7 +92,7 @@ def _accuracy(name: str, difference: PairedDifference | None, bound: float) -> G
     reason = (
         f"{name}: accuracy {difference.mean_a:.3f} against the champion's {difference.mean_b:.3f} on the same "
         f"{difference.n} problems, difference {difference.difference:+.3f} [{difference.low:+.3f}, "
-        f"{difference.high:+.3f}], " + (f"not below -{bound:g}" if has_passed else f"which may be below -{bound:g}")
+        f"{difference.high:+.3f}], " + ("not" if has_passed else "which may be") + f" below {0 - bound:g}"
     )
     return GateResult(gate=gate, value=difference.low, bound=-bound, has_passed=has_passed, reason=reason)
 
