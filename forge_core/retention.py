@@ -17,6 +17,7 @@ from datetime import UTC, datetime
 from pydantic import AwareDatetime, Field, ValidationError
 
 from forge_core import listing, storage
+from forge_core import publication as publications
 from forge_core.artifacts import ArtifactError, Manifest, read_manifest
 from forge_core.holds import held
 from forge_core.operation import RetentionConfig
@@ -110,7 +111,8 @@ def prune(run_uri: str, retention: RetentionConfig) -> PruneReport:
 def needed_digests(root: str) -> dict[str, str]:
     """Digests that a hold or a published name needs, and why; raises ArtifactError for an unreadable pointer.
 
-    Holds are read before pointers: who publishes holds the policy until the pointer stands.
+    Holds are read before pointers: who publishes holds the policy until the pointer stands. What a rollback would put
+    back is needed as well.
     """
     needed = dict.fromkeys(held(root), "held")
     published = f"{storage.absolute_uri(root)}/published"
@@ -122,6 +124,10 @@ def needed_digests(root: str) -> dict[str, str]:
             continue
         except ValidationError as error:
             raise ArtifactError(f"{uri} is no publication, so nothing is pruned; publish {name} again") from error
+        if (before := publications.previous(root, name)) is not None:
+            needed[before.policy.digest] = f"a rollback of {name} needs it"
+        if (newest := publications.champion(root, name)) is not None:  # the pointer may be one behind
+            needed[newest.policy.digest] = f"published as {name}"
         needed[publication.policy.digest] = f"published as {name}"
     return needed
 

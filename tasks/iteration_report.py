@@ -13,6 +13,7 @@ from prefect.client.schemas.actions import ArtifactUpdate
 
 from forge_core.artifacts import Ref
 from forge_core.plan import Plan
+from forge_core.run_status import COLUMNS
 from forge_core.samples import sample_completions
 from tasks.processes import Log
 
@@ -20,20 +21,6 @@ BARS = "▁▂▃▄▅▆▇█"
 NUM_SAMPLES = 6
 MAX_CHARS = 300  # of a completion; what is cut is said
 Numbers = dict[str, float | int]
-
-# Columns by title: the metric, and how it is written.
-COLUMNS = {
-    "reward": ("reward/mean", ".3f"),
-    "length": ("completion/length/mean", ".1f"),
-    "truncated": ("completion/truncated_fraction", ".1%"),
-    "groups to learn from": ("groups/informative", ".0f"),
-    "entropy": ("entropy/mean", ".3f"),
-    "clipped": ("loss/clip_fraction", ".1%"),
-    "KL to reference": ("kl/reference", ".4f"),
-    "log-prob gap": ("logprob_gap/mean", ".4f"),
-    "gradient norm": ("grad_norm/total", ".2f"),
-    "seconds": ("time/iteration_seconds", ".1f"),
-}
 
 
 class IterationReport:

@@ -6,10 +6,9 @@ import json
 from typing import TYPE_CHECKING
 
 from forge_core.artifacts import Manifest, Ref, sha256_json
-from forge_core.config import RunConfig
 from forge_core.lineage import Lineage
 from forge_core.manifests import short_name
-from forge_core.publication import Publication
+from forge_core.plan import Plan
 
 if TYPE_CHECKING:
     from mlflow.entities import DatasetInput
@@ -23,19 +22,19 @@ def manifest_tags(manifest: Manifest) -> dict[str, str]:
     return {"forge.output": f"{manifest.uri} {manifest.digest}", "forge.inputs": json.dumps(inputs)}
 
 
-def model_tags(published: Publication, lineage: Lineage, config: RunConfig) -> dict[str, str]:
+def model_tags(policy: Ref, plan: Plan, lineage: Lineage) -> dict[str, str]:
     """Tags of a model version: which policy it is, and what it was made from."""
     nodes = lineage.nodes
     starts = [digest for digest, node in nodes.items() if node.stage == "start"]
     return {
-        "forge.digest": published.policy.digest,
-        "forge.uri": published.policy.uri,
-        "forge.run_id": published.run_id,
+        "forge.digest": policy.digest,
+        "forge.uri": policy.uri,
+        "forge.run_id": plan.run_id,
         "forge.base_policy_digest": starts[0] if starts else "unknown",
         "forge.dataset_digests": ",".join(sorted(digest for digest, node in nodes.items() if node.kind == "dataset")),
         "forge.num_rollout_sets": str(sum(node.kind == "rollouts" for node in nodes.values())),
         "forge.num_broken_links": str(sum(node.problem is not None for node in nodes.values())),
-        "forge.config_digest": sha256_json(config.model_dump(mode="json")),
+        "forge.config_digest": sha256_json(plan.config.model_dump(mode="json")),
     }
 
 

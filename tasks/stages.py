@@ -16,6 +16,7 @@ from prefect.tasks import Task
 
 from forge_core import publication, retention
 from forge_core.artifacts import ArtifactError, Ref
+from forge_core.gates import GateResult
 from forge_core.jobs import (
     DatasetJob,
     EvaluateJob,
@@ -130,9 +131,21 @@ def evaluate(job: EvaluateJob) -> Ref:
 
 
 @task(cache_policy=NO_CACHE, retries=2, retry_delay_seconds=2)
-def publish(root: str, name: str, policy: Ref, run_id: str, metrics: dict[str, float | int]) -> publication.Publication:
-    """Point the published name at a policy version."""
-    return publication.publish(root, name, policy, run_id=run_id, metrics=metrics)
+def publish(
+    root: str,
+    name: str,
+    policy: Ref,
+    run_id: str,
+    metrics: dict[str, float | int],
+    gates: tuple[GateResult, ...] = (),
+    replaces: int | None = None,
+) -> publication.Publication | None:
+    """Point the published name at a policy version; None when it was compared with another champion than there is."""
+    try:
+        return publication.publish(root, name, policy, run_id=run_id, metrics=metrics, gates=gates, replaces=replaces)
+    except publication.ChampionChangedError as error:
+        get_run_logger().warning("%s", error)
+        return None
 
 
 @task(cache_policy=NO_CACHE, task_run_name="prune")

@@ -19,6 +19,7 @@ from datetime import datetime
 from pathlib import Path
 
 from forge_core.artifacts import Manifest, Ref, resolve
+from forge_core.gates import GateResult
 from forge_core.lineage import as_tree, upstream
 from forge_core.lineage_text import flatten
 from forge_core.plan import Plan
@@ -26,6 +27,7 @@ from forge_core.publication import Publication
 from forge_core.samples import sample_completions
 from tasks.lineage_tracking import dataset_input, manifest_tags, model_tags
 from tasks.processes import Log
+from tasks.registry import follow_history, gate_tags, version_of
 
 MAX_PARAM_CHARS = 6000
 PARAMS_PER_BATCH = 100
@@ -61,8 +63,12 @@ class Tracker:
         self._work.put(lambda: self._log_completions(scored, per_set))
 
     def register(self, published: Publication) -> None:
-        """Register a published policy in the model registry under the alias `challenger`."""
-        self._work.put(lambda: self._register(published))
+        """Register a published policy in the model registry; the aliases follow the history of its name."""
+        self._work.put(lambda: self._register(published.name, published.policy, published.gates))
+
+    def register_refused(self, name: str, policy: Ref, gates: tuple[GateResult, ...]) -> None:
+        """Register a policy that was not published, with the gates that it did not pass."""
+        self._work.put(lambda: self._register(name, policy, gates))
 
     def close(self, status: str) -> None:
         """Flush what is queued and end the runs with FINISHED or FAILED."""
@@ -167,26 +173,18 @@ class Tracker:
             if "completions.json" not in existing:
                 self._client.log_table(self._run_id, table, "completions.json")
 
-    def _register(self, published: Publication) -> None:
-        from mlflow.exceptions import MlflowException
-
-        name = published.name
-        try:
-            self._client.create_registered_model(name)
-        except MlflowException as error:
-            if error.error_code != "RESOURCE_ALREADY_EXISTS":
-                raise
-        lineage = upstream(published.policy)
+    def _register(self, name: str, policy: Ref, gates: tuple[GateResult, ...]) -> None:
+        lineage = upstream(policy)
         self._client.log_text(self._run_id, lineage.model_dump_json(indent=1), "lineage.json")
         self._client.log_text(self._run_id, as_tree(lineage), "lineage.txt")
-        tags = model_tags(published, lineage, self._plan.config)
-        # A tracking server refuses file:// sources outside its own artifacts; local:// is fsspec's other name for them.
-        source = published.hf_uri.replace("file://", "local://", 1)
-        versions = self._client.search_model_versions(f"name = '{name}'")
-        # The same policy published from another run is another version: the files of that one may go.
-        found = [version for version in versions if version.source == source]
-        version = found[0] if found else self._client.create_model_version(name, source, self._run_id, tags=tags)
+        verdict = gate_tags(gates)
+        for key, value in verdict.items():
+            self._client.set_tag(self._run_id, key, value)
+        tags = model_tags(policy, self._plan, lineage) | verdict
+        hf_uri = resolve(policy).files_uri
+        version = version_of(self._client, name, hf_uri, run_id=self._run_id, tags=tags)
         self._client.set_registered_model_alias(name, "challenger", version.version)
+        follow_history(self._client, self._plan.config.root, name)
 
     def _find_or_create(self, query: str, name: str, tags: dict[str, str]) -> str:
         found = self._client.search_runs([self._experiment_id], query, max_results=1)

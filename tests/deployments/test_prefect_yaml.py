@@ -20,7 +20,7 @@ EXPECTED = {
     "replay/default",
     "post-train/quickstart",
     "post-train/smollm2",
-    "post-train/nightly",
+    "nightly/nightly",
     "sft/default",
     "grpo/default",
     "evaluate/default",

@@ -89,6 +89,7 @@ def test_a_deployment_run_trains_publishes_and_tracks_and_a_second_one_changes_n
     assert {"config.json", "completions.json"} <= stored
     version = mlflow.MlflowClient().get_model_version_by_alias(config.name, "challenger")
     assert version.source == pointer.hf_uri
+    assert mlflow.MlflowClient().get_model_version_by_alias(config.name, "champion").version == version.version
 
     objects = sorted(storage.list_names(f"{plan.run_uri}/policies"))
     second = run_deployment(config)
