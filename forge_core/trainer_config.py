@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, JsonValue
+from pydantic import Field, JsonValue, model_validator
 
 from forge_core.settings import Settings
 
@@ -26,7 +26,7 @@ class OptimizerConfig(Settings):
     learning_rate: float = Field(1e-5, gt=0, description="Peak learning rate")
     schedule: Literal["constant", "linear", "cosine"] = Field("constant", description="Shape after the warm-up")
     warmup_steps: int = Field(0, ge=0, description="Optimizer steps of linear warm-up")
-    weight_decay: float = Field(0.0, ge=0, description="Decoupled weight decay")
+    weight_decay: float = Field(0.0, ge=0, description="Decoupled weight decay of all but norms")
     beta1: float = Field(0.9, ge=0, lt=1, description="Decay of the first moment")
     beta2: float = Field(0.99, ge=0, lt=1, description="Decay of the second moment")
     epsilon: float = Field(1e-8, gt=0, description="Added to the root of the second moment")
@@ -41,6 +41,15 @@ class LoraConfig(Settings):
     target_modules: tuple[Projection, ...] = Field(
         ALL_PROJECTIONS, min_length=1, description="Projections that get adapters, in every layer"
     )
+
+    @model_validator(mode="after")
+    def _keys_and_values_go_together(self) -> LoraConfig:
+        if len({"k_proj", "v_proj"} & set(self.target_modules)) == 1:
+            raise ValueError(
+                f"lora.target_modules is {self.target_modules}; torchtitan describes k_proj and v_proj as one, so name "
+                "both or neither"
+            )
+        return self
 
 
 class TrainerConfig(Settings):

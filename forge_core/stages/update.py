@@ -16,7 +16,8 @@ from forge_core.minibatches import ScoredSet, count_groups, deal
 from forge_core.rollouts import Rollouts, Scores, load_reference_logprobs
 from forge_core.stages import learner
 from forge_core.stages.workspace import Stopwatch, Workspace
-from forge_core.trainer.policy_trainer import NonFiniteError, PolicyTrainer
+from forge_core.trainer.checks import NonFiniteError
+from forge_core.trainer.policy_trainer import PolicyTrainer
 
 logger = logging.getLogger(__name__)
 

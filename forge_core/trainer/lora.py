@@ -26,8 +26,8 @@ ADAPTER_DIRECTORY = "adapter"
 
 _TORCHTITAN_NAMES: dict[Projection, str] = {
     "q_proj": "wq",
-    "k_proj": "wk",
-    "v_proj": "wv",
+    "k_proj": "wkv",
+    "v_proj": "wkv",
     "o_proj": "wo",
     "gate_proj": "w1",
     "up_proj": "w3",

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +25,7 @@ from torchtitan.protocols.state_dict_adapter import BaseStateDictAdapter
 from forge_core.batching import TrainBatch
 from forge_core.trainer import lora, train_state, weights
 from forge_core.trainer.attention import find_documents
+from forge_core.trainer.checks import NonFiniteError, check_batch, check_finite
 from forge_core.trainer.device import DEVICE_TYPE, start_process_group, stop_process_group
 from forge_core.trainer.logprob_head import LogprobHead, TokenQuery
 from forge_core.trainer.models import PolicyShape, build_model_spec
@@ -39,10 +39,6 @@ from forge_core.trainer.torchtitan_config import (
 )
 from forge_core.trainer_config import LoraConfig, OptimizerConfig, TrainerConfig
 from forge_core.update_config import KlConfig
-
-
-class NonFiniteError(ArithmeticError):
-    """A loss or gradient norm was NaN or infinite; the step was not applied and the weights are unchanged."""
 
 
 class PolicyTrainer(torchtitan.trainer.Trainer):
@@ -119,7 +115,8 @@ class PolicyTrainer(torchtitan.trainer.Trainer):
         """Start over at step 0 with a new optimizer and schedule, as `open` of the exported weights would."""
         # What overrides have set stays.
         self.config.optimizer = replace(
-            optimizer_config(optimizer), implementation=self.config.optimizer.implementation
+            optimizer_config(optimizer, has_norms=self.lora is None),
+            implementation=self.config.optimizer.implementation,
         )
         schedule = lr_scheduler_config(optimizer, total_steps)
         self.config.lr_scheduler = replace(schedule, min_lr_factor=self.config.lr_scheduler.min_lr_factor)
@@ -175,7 +172,7 @@ class PolicyTrainer(torchtitan.trainer.Trainer):
         tokens has loss 0 and gradient 0. Raises NonFiniteError before the optimizer moves when the loss or the gradient
         norm is not finite.
         """
-        self._check_batch(batch, temperature)
+        check_batch(batch, temperature, self.config.training.seq_len, self.shape)
         if self.optimizer_settings.schedule != "constant" and self.step >= self.total_steps:
             raise ValueError(f"step {self.step} of a schedule of {self.total_steps}; open with a larger total_steps")
         own_rows = batch.for_rank(dist.get_rank(), dist.get_world_size())
@@ -187,7 +184,11 @@ class PolicyTrainer(torchtitan.trainer.Trainer):
         max_norm = self.optimizer_settings.max_grad_norm
         grad_norm = float(clip_grad_norm_(self.model.parameters(), max_norm, foreach=True))  # before clipping
         metrics = sums.reduce()
-        self._check_finite(metrics["loss/policy"] + metrics.get("loss/kl", 0.0), grad_norm)
+        try:
+            check_finite(metrics["loss/policy"] + metrics.get("loss/kl", 0.0), grad_norm, self.step)
+        except NonFiniteError:
+            self.optimizers.zero_grad()
+            raise
 
         metrics["learning_rate"] = self.optimizers.optimizers[0].param_groups[0]["lr"]
         self.optimizers.step()
@@ -225,7 +226,7 @@ class PolicyTrainer(torchtitan.trainer.Trainer):
     @torch.no_grad()
     def logprobs(self, batch: TrainBatch, *, temperature: float = 1.0) -> Tensor:
         """Log-probability [B, L] of every trained token under the current policy, 0 elsewhere, on the CPU."""
-        self._check_batch(batch, temperature)
+        check_batch(batch, temperature, self.config.training.seq_len, self.shape)
         num_ranks = dist.get_world_size()
         own_rows = batch.for_rank(dist.get_rank(), num_ranks)
         pieces = []
@@ -293,26 +294,3 @@ class PolicyTrainer(torchtitan.trainer.Trainer):
             return logprobs, entropies
         finally:
             self.head.query = None
-
-    def _check_finite(self, loss: float, grad_norm: float) -> None:
-        if math.isfinite(loss) and math.isfinite(grad_norm):
-            return
-        self.optimizers.zero_grad()
-        raise NonFiniteError(
-            f"step {self.step}: loss is {loss} and gradient norm {grad_norm}; nothing was updated. Look for NaN "
-            "advantages or log-probabilities in the batch, or lower optimizer.learning_rate"
-        )
-
-    def _check_batch(self, batch: TrainBatch, temperature: float) -> None:
-        if temperature <= 0:
-            raise ValueError(f"temperature is {temperature}; the trainer divides logits by it, use that of sampling")
-        if batch.row_tokens > self.config.training.seq_len:
-            raise ValueError(
-                f"rows have {batch.row_tokens} tokens, more than trainer.row_tokens ({self.config.training.seq_len})"
-            )
-        longest = int(torch.where(batch.sequence_ids >= 0, batch.positions, 0).max()) + 1
-        if longest > self.shape.max_positions:
-            raise ValueError(
-                f"a sequence has {longest} tokens, more than max_position_embeddings ({self.shape.max_positions}) of "
-                "the policy; shorten the prompt and max_tokens"
-            )

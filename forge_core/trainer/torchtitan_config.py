@@ -105,7 +105,7 @@ def build_config(
         dump_folder=str(scratch),
         tokenizer=NotUsed(),  # pyrefly: ignore [bad-argument-type]
         dataloader=NotUsed(),  # pyrefly: ignore [bad-argument-type]
-        optimizer=optimizer_config(optimizer),
+        optimizer=optimizer_config(optimizer, has_norms=trainer.lora is None),
         lr_scheduler=lr_scheduler_config(optimizer, total_steps),
         training=TrainingConfig(
             local_batch_size=trainer.micro_batch_rows,
@@ -126,16 +126,19 @@ def build_config(
     return config
 
 
-def optimizer_config(optimizer: OptimizerConfig) -> OptimizersContainer.Config:
-    """AdamW over all weights."""
+def optimizer_config(optimizer: OptimizerConfig, *, has_norms: bool) -> OptimizersContainer.Config:
+    """AdamW over all that is trained; weight decay spares the scales of norms, which it would pull away from 1."""
     arguments = {
         "lr": optimizer.learning_rate,
         "betas": (optimizer.beta1, optimizer.beta2),
         "eps": optimizer.epsilon,
         "weight_decay": optimizer.weight_decay,
     }
-    group = ParamGroupConfig(pattern=".*", optimizer_name="AdamW", optimizer_kwargs=arguments)
-    return OptimizersContainer.Config(param_groups=[group])
+    groups = [ParamGroupConfig(pattern=".*", optimizer_name="AdamW", optimizer_kwargs=arguments)]
+    if has_norms and optimizer.weight_decay > 0:
+        spared = arguments | {"weight_decay": 0.0}
+        groups.insert(0, ParamGroupConfig(pattern="norm", optimizer_name="AdamW", optimizer_kwargs=spared))
+    return OptimizersContainer.Config(param_groups=groups)
 
 
 def lr_scheduler_config(optimizer: OptimizerConfig, total_steps: int) -> LRSchedulersContainer.Config:

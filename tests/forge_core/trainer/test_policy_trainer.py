@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from forge_core.batching import TrainSequence, pack_sequences
 from forge_core.config import OptimizerConfig
 from forge_core.losses import LossInputs, LossOutput, cross_entropy, grpo
-from forge_core.trainer.policy_trainer import NonFiniteError
+from forge_core.trainer.checks import NonFiniteError
 
 
 def test_packed_documents_have_the_logprobs_they_have_alone(open_trainer, qwen3, sequences):

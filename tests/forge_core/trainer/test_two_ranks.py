@@ -17,7 +17,8 @@ from forge_core.batching import pack_sequences
 from forge_core.config import OptimizerConfig, TrainerConfig
 from forge_core.losses import grpo
 from forge_core.trainer.policy_trainer import PolicyTrainer
-from tests.forge_core.trainer.two_ranks import gspo_step
+from forge_core.trainer_config import LoraConfig
+from tests.forge_core.trainer.two_ranks import gspo_step, lora_steps
 
 REPOSITORY = Path(__file__).parents[3]
 TRAINER = {"row_tokens": 32, "micro_batch_rows": 2}
@@ -34,6 +35,7 @@ class Runs:
     two: dict[int, dict]  # rank -> results
     logprobs: torch.Tensor
     gspo: dict[str, float]
+    lora: list[dict[str, float]]
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +60,19 @@ def runs(tmp_path_factory, policy_dirs, make_sequences) -> Runs:
         of_gspo = gspo_step(trainer, sequences, TRAINER["row_tokens"])
     finally:
         trainer.close()
-    return Runs(out, metrics, _launch(out, policy, sequences), logprobs, of_gspo)
+    trainer = PolicyTrainer.open(
+        policy,
+        trainer=TrainerConfig(**TRAINER, lora=LoraConfig(rank=3)),
+        optimizer=OptimizerConfig(**OPTIMIZER),
+        total_steps=TOTAL_STEPS,
+        seed=0,
+        scratch=out / "scratch",
+    )
+    try:
+        of_lora = lora_steps(trainer, batch, out / "lora_one", policy)
+    finally:
+        trainer.close()
+    return Runs(out, metrics, _launch(out, policy, sequences), logprobs, of_gspo, of_lora)
 
 
 def _launch(out: Path, policy: Path, sequences) -> dict[int, dict]:
@@ -151,3 +165,14 @@ def test_two_ranks_export_one_whole_policy(runs, open_trainer, sequences):
     batch = pack_sequences(sequences, TRAINER["row_tokens"])
     final_loss = trainer.train_step(batch, grpo)["loss/policy"]
     assert final_loss < runs.one[-1]["loss/policy"]
+
+
+def test_adapters_on_two_ranks_train_and_are_published_as_on_one(runs):
+    for rank in (0, 1):
+        for one, two in zip(runs.lora, runs.two[rank]["lora"], strict=True):
+            assert two == pytest.approx(one, rel=1e-4, abs=1e-5)
+    for name in ("model.safetensors", "adapter/adapter_model.safetensors"):
+        one, two = load_file(runs.directory / "lora_one" / name), load_file(runs.directory / "lora" / name)
+        assert one.keys() == two.keys()
+        for tensor in one:
+            torch.testing.assert_close(two[tensor], one[tensor], atol=1e-4, rtol=1e-4)

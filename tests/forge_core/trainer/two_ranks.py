@@ -14,11 +14,12 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
-from forge_core.batching import TrainSequence, pack_sequences
-from forge_core.config import OptimizerConfig, TrainerConfig
+from forge_core.batching import TrainBatch, TrainSequence, pack_sequences
 from forge_core.corrections import with_proximal
 from forge_core.losses import LossInputs, LossOutput, grpo, gspo
-from forge_core.trainer.policy_trainer import NonFiniteError, PolicyTrainer
+from forge_core.trainer.checks import NonFiniteError
+from forge_core.trainer.policy_trainer import PolicyTrainer
+from forge_core.trainer_config import LoraConfig, OptimizerConfig, TrainerConfig
 from forge_core.update_config import CorrectionConfig
 
 
@@ -34,6 +35,13 @@ def gspo_step(trainer: PolicyTrainer, sequences: list[TrainSequence], row_tokens
     batch, mismatch = with_proximal(batch, trainer.logprobs(batch), correction)
     # The policy has moved since: two steps, so that the second one has a ratio.
     return [trainer.train_step(batch, gspo, entropy_coefficient=0.05) for _ in range(2)][1] | mismatch
+
+
+def lora_steps(trainer: PolicyTrainer, batch: TrainBatch, out: Path, source: Path) -> list[dict[str, float]]:
+    """Two steps of adapters, exported to `out`."""
+    metrics = [trainer.train_step(batch, grpo) for _ in range(2)]
+    trainer.export_hf(out, source)
+    return metrics
 
 
 def main(scenario: dict, out: Path) -> None:
@@ -71,6 +79,11 @@ def main(scenario: dict, out: Path) -> None:
     trainer = open_trainer()
     trainer.load_train_state(Path(scenario["one_rank_state"]))
     results["resumed"] = [trainer.train_step(batch, grpo) for _ in range(2)]
+    trainer.close()
+
+    trainer_config = trainer_config.model_copy(update={"lora": LoraConfig(rank=3)})
+    trainer = open_trainer()
+    results["lora"] = lora_steps(trainer, batch, out / "lora", Path(scenario["policy"]))
     rank = dist.get_rank()
     trainer.close()
     save_file({"logprobs": logprobs}, out / f"logprobs-{rank}.safetensors")
