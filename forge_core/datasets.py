@@ -36,19 +36,30 @@ def arithmetic(
 
 
 def reasoning_gym(
-    *, task: str, size: int = 500, seed: int = 0, split: Split = "train", **task_settings
+    *,
+    task: str,
+    size: int = 500,
+    seed: int = 0,
+    split: Split = "train",
+    response: str | None = None,
+    **task_settings,
 ) -> Iterator[Example]:
     """Problems of a reasoning-gym task; the test split has its own seed, so that the two do not share a stream.
 
-    `task_settings` are the task's own parameters (see its Config class). Scored by the reward `reasoning_gym`.
+    `task_settings` are the task's own parameters (see its Config class), `response` names what of an entry is the
+    assistant's turn for SFT, e.g. answer or metadata.answer_cot. Scored by the reward `reasoning_gym`.
     """
     import reasoning_gym as gym
 
     stream_seed = seed if split == "train" else seed + 1_000_003
     for index, entry in enumerate(gym.create_dataset(task, size=size, seed=stream_seed, **task_settings)):
+        turns = [Message(role="user", content=entry["question"])]
+        if response is not None:
+            answer = tables.pick(entry, response, f"{task}:{index}")
+            turns.append(Message(role="assistant", content=str(answer)))
         yield Example(
             id=f"{task}-{split}-{index}",
-            messages=(Message(role="user", content=entry["question"]),),
+            messages=tuple(turns),
             answer=entry["answer"],
             metadata={
                 "task": task,
