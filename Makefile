@@ -6,6 +6,8 @@ RUN := .venv/bin/python
 export PYTHON
 export PYTHONUNBUFFERED := 1
 export HF_HUB_OFFLINE := 1
+# For flows that bring their own server, on a machine that is busy.
+export PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS := 120
 # Where it is set, every one of our processes would compile all it imports: twice the start time.
 unexport PYTHONDONTWRITEBYTECODE
 

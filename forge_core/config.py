@@ -15,7 +15,7 @@ from pydantic import Field, JsonValue, model_validator
 from forge_core.alarms import DEFAULT_ALARMS, BoundsConfig
 from forge_core.data_config import ChatConfig, DatasetConfig
 from forge_core.faults import FaultPlan
-from forge_core.fit_config import SftConfig
+from forge_core.fit_config import DpoConfig, SftConfig
 from forge_core.gates import GatesConfig
 from forge_core.operation import RetentionConfig, TimeLimitsConfig, WarmthConfig
 from forge_core.sampling_config import DynamicSamplingConfig, OverlongConfig, SamplingConfig
@@ -196,6 +196,12 @@ class SftRunConfig(RunConfig):
     """Start policy -> SFT -> evaluation -> publication."""
 
     sft: SftConfig = Field(default_factory=SftConfig, description="Supervised fine-tuning")
+
+
+class DpoRunConfig(RunConfig):
+    """Start policy -> DPO on preference pairs -> evaluation -> publication."""
+
+    dpo: DpoConfig = Field(default_factory=DpoConfig, description="Preference pairs")
 
 
 class GrpoRunConfig(RunConfig):

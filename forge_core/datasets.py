@@ -21,18 +21,25 @@ Split = Literal["train", "test"]
 
 
 def arithmetic(
-    *, split: Split = "train", min_number: int = 0, max_number: int = 99, test_fraction: float = 0.1
+    *,
+    split: Split = "train",
+    min_number: int = 0,
+    max_number: int = 99,
+    test_fraction: float = 0.1,
+    pairs: bool = False,
 ) -> Iterator[Example]:
     """Sums `a+b=` of numbers from `min_number` to `max_number`.
 
     The split is decided by the hash of the unordered pair, so that no held-out sum was practised the other way round.
+    With `pairs`, `metadata.rejected` is a wrong sum, for DPO.
     """
     for a in range(min_number, max_number + 1):
         for b in range(min_number, max_number + 1):
             if _split_of(f"{min(a, b)}+{max(a, b)}", test_fraction) == split:
                 question, answer = f"{a}+{b}=", str(a + b)
                 turns = (Message(role="user", content=question), Message(role="assistant", content=answer))
-                yield Example(id=question, messages=turns, answer=answer)
+                metadata = {"rejected": str(a + b + 1)} if pairs else {}
+                yield Example(id=question, messages=turns, answer=answer, metadata=metadata)
 
 
 def reasoning_gym(
@@ -76,6 +83,7 @@ class Fields(Settings):
     answer: str | None = Field("answer", description="What rewards compare with; null when there is no answer")
     response: str | None = Field(None, description="The assistant's turn, for SFT")
     messages: str | None = Field(None, description="Whole chats, [{role, content}, ...], in place of the two turns")
+    rejected: str | None = Field(None, description="The answer that is not preferred: a text or a whole chat, for DPO")
     metadata: tuple[str, ...] = Field((), description="Fields that rewards need to see")
 
 
@@ -170,11 +178,15 @@ def _example(place: str, row: tables.Row, fields: Fields, system: str | None) ->
             turns.append(Message(role="assistant", content=str(tables.pick(row, fields.response, place))))
     if system is not None:
         turns.insert(0, Message(role="system", content=system))
+    metadata = {name: tables.pick(row, name, place) for name in fields.metadata}
+    if fields.rejected is not None:
+        rejected = tables.pick(row, fields.rejected, place)
+        metadata["rejected"] = rejected[-1]["content"] if isinstance(rejected, list) else str(rejected)
     found = Example(
         id="",
         messages=tuple(turns),
         answer=None if fields.answer is None else str(tables.pick(row, fields.answer, place)),
-        metadata={name: tables.pick(row, name, place) for name in fields.metadata},
+        metadata=metadata,
     )
     digest = hashlib.sha256(found.model_dump_json().encode()).hexdigest()
     return found.model_copy(update={"id": f"{place.rpartition(':')[2]}-{digest[:12]}"})

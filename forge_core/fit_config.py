@@ -65,3 +65,17 @@ class SftConfig(FitConfig):
     aggregation: Literal["token_mean", "sequence_mean"] = Field(
         "token_mean", description="What a token counts in the loss of a batch: all the same, or conversations the same"
     )
+
+
+class DpoConfig(FitConfig):
+    """Direct preference optimisation (arXiv:2305.18290): of two answers, one made likelier than the other."""
+
+    dataset: DatasetConfig = Field(
+        default_factory=DatasetConfig,
+        description="Pairs: conversations that end with the preferred answer, the other one in metadata.rejected",
+    )
+    beta: float = Field(0.1, gt=0, description="Strength of the tie to the starting policy, per nat")
+    label_smoothing: float = Field(0.0, ge=0, lt=0.5, description="Share of pairs that may be the wrong way round")
+    optimizer: OptimizerConfig = Field(
+        OptimizerConfig(learning_rate=5e-7, schedule="linear"), description="Optimizer of this stage"
+    )

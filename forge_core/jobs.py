@@ -23,7 +23,7 @@ from forge_core.config import (
 )
 from forge_core.data_config import ChatConfig
 from forge_core.faults import JobFaults
-from forge_core.fit_config import FitConfig, SftConfig
+from forge_core.fit_config import DpoConfig, FitConfig, SftConfig
 from forge_core.settings import Settings
 from forge_core.update_config import KlConfig, UpdateConfig
 
@@ -34,6 +34,7 @@ STAGE_VERSIONS = {
     "dataset": 1,
     "start": 1,
     "sft": 3,
+    "dpo": 1,
     "rollout": 2,
     "reference": 1,
     "score": 2,
@@ -168,6 +169,14 @@ class SftJob(FitJob):
     sft: SftConfig
 
 
+class DpoJob(FitJob):
+    """Direct preference optimisation of a policy, against itself as the reference."""
+
+    kind = "policy"
+    stage: Literal["dpo"] = "dpo"
+    dpo: DpoConfig
+
+
 class RolloutJob(StageJob):
     """Sample groups of completions from a policy."""
 
@@ -263,5 +272,5 @@ class EvaluateJob(StageJob):
     seed: int
 
 
-Job = DatasetJob | StartJob | SftJob | RolloutJob | ReferenceJob | ScoreJob | UpdateJob | EvaluateJob
+Job = DatasetJob | StartJob | SftJob | DpoJob | RolloutJob | ReferenceJob | ScoreJob | UpdateJob | EvaluateJob
 parse_job = TypeAdapter(Job).validate_python

@@ -7,11 +7,20 @@ from dataclasses import dataclass
 
 from forge_core import storage
 from forge_core.artifacts import Ref, read_manifest, sha256_json
-from forge_core.config import DatasetConfig, EvalConfig, GrpoConfig, GrpoRunConfig, RunConfig, SftRunConfig
+from forge_core.config import (
+    DatasetConfig,
+    DpoRunConfig,
+    EvalConfig,
+    GrpoConfig,
+    GrpoRunConfig,
+    RunConfig,
+    SftRunConfig,
+)
 from forge_core.fit_config import SftConfig
 from forge_core.functions import check_function, is_over_batch, source_sha256
 from forge_core.jobs import (
     DatasetJob,
+    DpoJob,
     EvaluateJob,
     ReferenceJob,
     RolloutJob,
@@ -55,10 +64,11 @@ class Plan:
         for evaluation in config.evals:
             check_function(evaluation.dataset, "dataset")
             check_function(evaluation.reward, "reward")
-        if (sft := self.sft_config) is not None:
-            check_function(sft.dataset, "dataset")
-            if sft.validation is not None:
-                check_function(sft.validation.dataset, "dataset")
+        for fit in (self.sft_config, config.dpo if isinstance(config, DpoRunConfig) else None):
+            if fit is not None:
+                check_function(fit.dataset, "dataset")
+                if fit.validation is not None:
+                    check_function(fit.validation.dataset, "dataset")
         if (grpo := self.grpo_config) is not None:
             check_function(grpo.dataset, "dataset")
             for reward in grpo.rewards:
@@ -122,6 +132,21 @@ class Plan:
             dataset=dataset,
             validation=validation,
             sft=sft,
+            chat=self.config.chat,
+            trainer=self.config.trainer,
+            seed=self.config.seed,
+            snapshot_output=f"{self.run_uri}/train_states/v0001",
+        )
+
+    def dpo(self, policy: Ref, dataset: Ref, validation: Ref | None = None) -> DpoJob:
+        """Training on preference pairs, v0000 -> v0001."""
+        assert isinstance(self.config, DpoRunConfig)
+        return DpoJob(
+            output=self._policy_uri(1),
+            policy=policy,
+            dataset=dataset,
+            validation=validation,
+            dpo=self.config.dpo,
             chat=self.config.chat,
             trainer=self.config.trainer,
             seed=self.config.seed,

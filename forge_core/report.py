@@ -15,6 +15,7 @@ from forge_core.settings import Settings
 WORK_PHASE = {
     "start": "start",
     "sft": "sft",
+    "dpo": "dpo",
     "rollout": "generate",
     "reference": "reference",
     "score": "score",

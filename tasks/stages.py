@@ -19,6 +19,7 @@ from forge_core.artifacts import ArtifactError, Ref
 from forge_core.gates import GateResult
 from forge_core.jobs import (
     DatasetJob,
+    DpoJob,
     EvaluateJob,
     ReferenceJob,
     RolloutJob,
@@ -97,6 +98,12 @@ def start(job: StartJob) -> Ref:
 @stage_task
 def sft(job: SftJob) -> Ref:
     """Fine-tune a policy on chat examples."""
+    return _run(job)
+
+
+@stage_task
+def dpo(job: DpoJob) -> Ref:
+    """Train a policy on preference pairs."""
     return _run(job)
 
 

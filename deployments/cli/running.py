@@ -8,23 +8,28 @@ from pathlib import Path
 
 import yaml
 
-from forge_core.config import GrpoRunConfig, PostTrainConfig, RunConfig, SftRunConfig, load_config
+from forge_core.config import DpoRunConfig, GrpoRunConfig, PostTrainConfig, RunConfig, SftRunConfig, load_config
 
-_RECIPES: dict[tuple[bool, bool], type[RunConfig]] = {
-    (True, True): PostTrainConfig,
-    (True, False): SftRunConfig,
-    (False, True): GrpoRunConfig,
-    (False, False): RunConfig,
+# By the sections that a config has.
+_RECIPES: dict[frozenset[str], type[RunConfig]] = {
+    frozenset({"sft", "grpo"}): PostTrainConfig,
+    frozenset({"sft"}): SftRunConfig,
+    frozenset({"grpo"}): GrpoRunConfig,
+    frozenset({"dpo"}): DpoRunConfig,
+    frozenset(): RunConfig,
 }
 
 
 def recipe_of(path: Path) -> type[RunConfig]:
-    """The config model of a YAML file, by whether it has a section `sft` and a section `grpo`."""
+    """The config model of a YAML file, by which of the sections `sft`, `grpo` and `dpo` it has."""
     try:
         content = yaml.safe_load(path.read_text()) or {}
     except (OSError, yaml.YAMLError) as error:
         raise ValueError(f"cannot load config {path}: {error}") from error
-    return _RECIPES["sft" in content, "grpo" in content]
+    sections = {"sft", "grpo", "dpo"} & content.keys()
+    if (recipe := _RECIPES.get(frozenset(sections))) is None:
+        raise ValueError(f"config {path} has the sections {', '.join(sorted(sections))}; no flow takes them together")
+    return recipe
 
 
 def run_config(path: Path, *, run_id: str | None, seed: int | None, deployment: str | None) -> None:
@@ -35,6 +40,7 @@ def run_config(path: Path, *, run_id: str | None, seed: int | None, deployment: 
     if deployment is not None:
         _on_a_worker(config, run_id, deployment)
         return
+    from flows.dpo import dpo
     from flows.evaluate import evaluate
     from flows.grpo import grpo
     from flows.post_train import post_train
@@ -47,6 +53,8 @@ def run_config(path: Path, *, run_id: str | None, seed: int | None, deployment: 
             sft(config, run_id=run_id)
         case GrpoRunConfig():
             grpo(config, run_id=run_id)
+        case DpoRunConfig():
+            dpo(config, run_id=run_id)
         case _:
             evaluate(config, run_id=run_id)
 
