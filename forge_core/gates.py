@@ -34,10 +34,18 @@ class GatesConfig(Settings):
         None, ge=0, description="Largest mean gap of log-probs between generator and trainer in the last update"
     )
 
+    wait_for_approval_seconds: int | None = Field(
+        None,
+        gt=0,
+        description="Wait so long, after the gates, for a person to press Resume in the Prefect UI; then the run fails "
+        "and can be retried. Unset, a policy that passes the gates is published at once",
+    )
+
     @property
     def are_set(self) -> bool:
-        """Whether anything is asked at all."""
-        return any(value is not None for value in self.model_dump().values())
+        """Whether a policy is measured at all."""
+        bounds = self.model_dump(exclude={"wait_for_approval_seconds"})
+        return any(value is not None for value in bounds.values())
 
 
 class GateResult(Settings):
