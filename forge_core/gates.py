@@ -71,8 +71,8 @@ def judge(
 ) -> tuple[GateResult, ...]:
     """How a policy fares at every gate that is set.
 
-    `numbers` are the summaries of its manifest and its evaluations; `versus_champion` has the accuracy of each
-    evaluation against the champion's, None where there is no champion yet.
+    `numbers` are the summaries of its manifest and its evaluations; `versus_champion` has, for each
+    evaluation, its accuracy minus the champion's; None where there is no champion yet.
     """
     found = []
     for name, difference in versus_champion.items():
@@ -98,7 +98,7 @@ def _accuracy(name: str, difference: PairedDifference | None, bound: float) -> G
         return GateResult(gate=gate, value=None, bound=bound, has_passed=True, reason=f"{name}: no champion yet")
     has_passed = difference.low >= -bound
     reason = (
-        f"{name}: accuracy {difference.mean_a:.3f} against the champion's {difference.mean_b:.3f} on the same "
+        f"{name}: accuracy {difference.mean_b:.3f} against the champion's {difference.mean_a:.3f} on the same "
         f"{difference.n} problems, difference {difference.difference:+.3f} [{difference.low:+.3f}, "
         f"{difference.high:+.3f}], " + ("not" if has_passed else "which may be") + f" below {0 - bound:g}"
     )
