@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import tempfile
 from pathlib import Path
 
 import pytest
 
 from deployments.local_service import Service
 from flows.nightly import COLD, nightly
-from forge_core import publication
+from forge_core import artifacts, publication
 from forge_core.artifacts import Ref
 from forge_core.config import PostTrainConfig
-from forge_core.jobs import StageJob
+from forge_core.jobs import EvaluateJob, StageJob
 from forge_core.manifests import find
 from forge_core.nightly import from_champion
 from forge_core.plan import Plan
@@ -34,7 +36,28 @@ def store_night(config: PostTrainConfig, run_id: str) -> None:
     policy = run(plan.sft(start, run(plan.dataset(config.sft.dataset))), {"sft/first_loss": 2.0, "sft/loss": 1.0})
     problems = run(plan.dataset(evaluation.dataset))
     for ref in (start, policy):
-        run(plan.evaluate(ref, problems, evaluation), {"eval/heldout/accuracy": 0.5})
+        store_evaluation(plan.evaluate(ref, problems, evaluation))
+
+
+def store_evaluation(job: EvaluateJob) -> None:
+    """One of two problems is right."""
+    rows = [
+        {"id": name, "answer": "1", "is_right": is_right, "num_right_samples": 0, "num_samples": 1}
+        for name, is_right in (("a", True), ("b", False))
+    ]
+    with tempfile.TemporaryDirectory() as name:
+        (Path(name) / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        artifacts.commit(
+            Path(name),
+            job.output,
+            kind=job.kind,
+            job=job.as_json(),
+            job_digest=job.digest(),
+            inputs=job.inputs,
+            summary={"eval/heldout/accuracy": 0.5},
+            software=job.software,
+            timings={},
+        )
 
 
 def test_three_nights(prefect_server: Service, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -42,7 +65,7 @@ def test_three_nights(prefect_server: Service, tmp_path: Path, monkeypatch: pyte
     config = tiny_config(str(tmp_path), name="nights", keep_warm=COLD)
     config = config.model_copy(update={"grpo": config.grpo.model_copy(update={"num_iterations": 0})})
     store_night(config, "first")
-    assert nightly(config, run_id="first") == {"eval/heldout/accuracy": 0.5}
+    assert nightly(config, run_id="first")["eval/heldout/accuracy"] == 0.5
     champion = publication.champion(config.root, "nights")
     assert champion is not None
     assert champion.policy == find(f"{config.root}/first")
@@ -56,7 +79,7 @@ def test_three_nights(prefect_server: Service, tmp_path: Path, monkeypatch: pyte
     examples = config.sft.dataset.model_copy(update={"kwargs": {"max_number": 5}})
     changed = config.model_copy(update={"sft": config.sft.model_copy(update={"dataset": examples})})
     store_night(changed, "third")
-    assert nightly(changed, run_id="third") == {"eval/heldout/accuracy": 0.5}
+    assert nightly(changed, run_id="third")["eval/heldout/accuracy"] == 0.5
     assert read_run(f"{config.root}/third").settings().policy.uri == champion.policy.uri
     newest = publication.champion(config.root, "nights")
     assert newest is not None
