@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from prefect.artifacts import create_markdown_artifact
+from prefect.flow_runs import pause_flow_run
 
 from forge_core import publication
 from forge_core.artifacts import Ref, resolve
@@ -15,6 +16,7 @@ from tasks import stages
 from tasks.run import Run
 
 Numbers = dict[str, float | int]
+POLL_SECONDS = 5  # between two looks whether a person has resumed the run
 
 
 def publish(run: Run, policy: Ref, metrics: Numbers) -> Publication | None:
@@ -33,6 +35,8 @@ def publish(run: Run, policy: Ref, metrics: Numbers) -> Publication | None:
             if failures(results):
                 refuse(run, policy, metrics, results)
                 return None
+        if published is None and config.gates.wait_for_approval_seconds is not None:
+            wait_for_approval(run, policy, metrics, results, config.gates.wait_for_approval_seconds)
         replaces = (champion.version if champion else 0) if config.gates.are_set else None
         made = stages.publish(config.root, config.name, policy, run.plan.run_id, metrics, results, replaces)
     run.tracker.register(made)
@@ -51,13 +55,20 @@ def pass_gates(run: Run, policy: Ref, champion: Publication | None, metrics: Num
                 problems = stages.dataset(run.plan.dataset(evaluation.dataset))
                 own = stages.evaluate(run.plan.evaluate(policy, problems, evaluation))
                 other = stages.evaluate(run.plan.evaluate(champion.policy, problems, evaluation, is_champion=True))
-                versus[evaluation.name] = compare(resolve(own), resolve(other))
+                versus[evaluation.name] = compare(resolve(other), resolve(own))
     results = judge(config.gates, resolve(policy).summary | metrics, versus)
     for result in results:
         run.logger.log(
             20 if result.has_passed else 40, "gate %s: %s", "passed" if result.has_passed else "FAILED", result.reason
         )
     return results
+
+
+def wait_for_approval(run: Run, policy: Ref, metrics: Numbers, results: tuple[GateResult, ...], seconds: int) -> None:
+    """Pause the run until a person resumes it; asked once, also when the champion changes meanwhile."""
+    show(run, resolve(policy).files_uri, "waiting for approval: press Resume to publish it", metrics, results)
+    run.logger.warning("%s waits for approval: press Resume in the Prefect UI to publish it", run.plan.config.name)
+    pause_flow_run(timeout=seconds, poll_interval=POLL_SECONDS, key=f"approval-{policy.digest[:16]}")
 
 
 def refuse(run: Run, policy: Ref, metrics: Numbers, results: tuple[GateResult, ...]) -> None:

@@ -20,15 +20,15 @@ def right_by_problem(evaluation: Manifest) -> dict[str, float]:
     return found
 
 
-def compare(evaluation: Manifest, other: Manifest) -> PairedDifference:
-    """Greedy accuracy of the first minus that of the second, over the problems that both have.
+def compare(a: Manifest, b: Manifest) -> PairedDifference:
+    """Greedy accuracy of b minus that of a, on the same problems.
 
     Raises ValueError when they do not have the same problems: their difference would be one of problems as well.
     """
-    first, second = right_by_problem(evaluation), right_by_problem(other)
+    first, second = right_by_problem(a), right_by_problem(b)
     if first.keys() != second.keys():
         raise ValueError(
-            f"{evaluation.uri} and {other.uri} do not have the same problems: {len(first.keys() - second.keys())} and "
+            f"{a.uri} and {b.uri} do not have the same problems: {len(first.keys() - second.keys())} and "
             f"{len(second.keys() - first.keys())} are in one alone, {len(first.keys() & second.keys())} in both; "
             "evaluate both policies with the same dataset and num_examples"
         )

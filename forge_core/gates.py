@@ -34,10 +34,18 @@ class GatesConfig(Settings):
         None, ge=0, description="Largest mean gap of log-probs between generator and trainer in the last update"
     )
 
+    wait_for_approval_seconds: int | None = Field(
+        None,
+        gt=0,
+        description="Wait so long, after the gates, for a person to press Resume in the Prefect UI; then the run fails "
+        "and can be retried. Unset, a policy that passes the gates is published at once",
+    )
+
     @property
     def are_set(self) -> bool:
-        """Whether anything is asked at all."""
-        return any(value is not None for value in self.model_dump().values())
+        """Whether a policy is measured at all."""
+        bounds = self.model_dump(exclude={"wait_for_approval_seconds"})
+        return any(value is not None for value in bounds.values())
 
 
 class GateResult(Settings):
@@ -63,8 +71,8 @@ def judge(
 ) -> tuple[GateResult, ...]:
     """How a policy fares at every gate that is set.
 
-    `numbers` are the summaries of its manifest and its evaluations; `versus_champion` has the accuracy of each
-    evaluation against the champion's, None where there is no champion yet.
+    `numbers` are the summaries of its manifest and its evaluations; `versus_champion` has, for each
+    evaluation, its accuracy minus the champion's; None where there is no champion yet.
     """
     found = []
     for name, difference in versus_champion.items():
@@ -90,7 +98,7 @@ def _accuracy(name: str, difference: PairedDifference | None, bound: float) -> G
         return GateResult(gate=gate, value=None, bound=bound, has_passed=True, reason=f"{name}: no champion yet")
     has_passed = difference.low >= -bound
     reason = (
-        f"{name}: accuracy {difference.mean_a:.3f} against the champion's {difference.mean_b:.3f} on the same "
+        f"{name}: accuracy {difference.mean_b:.3f} against the champion's {difference.mean_a:.3f} on the same "
         f"{difference.n} problems, difference {difference.difference:+.3f} [{difference.low:+.3f}, "
         f"{difference.high:+.3f}], " + ("not" if has_passed else "which may be") + f" below {0 - bound:g}"
     )

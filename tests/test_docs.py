@@ -14,6 +14,7 @@ from forge_core.advantages import AdvantageInputs, compute_advantages
 from forge_core.config import PostTrainConfig
 from forge_core.examples import Example, Message
 from forge_core.functions import check_function, load_function
+from forge_core.gates import GatesConfig
 from forge_core.kl import k3
 from forge_core.losses import LossInputs, LossOutput, simple_grpo
 from forge_core.settings import FunctionConfig
@@ -86,3 +87,11 @@ def test_the_settings_in_the_document_are_settings():
         settings = tiny_config("x").model_dump(mode="json")
         settings["grpo"] |= yaml.safe_load(block)["grpo"]
         PostTrainConfig.model_validate(settings)
+
+
+def test_the_gates_in_the_operations_document_are_settings():
+    import yaml
+
+    text = (Path(__file__).parent.parent / "docs" / "operations.md").read_text()
+    [block] = re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)
+    assert GatesConfig.model_validate(yaml.safe_load(block)["gates"]).are_set

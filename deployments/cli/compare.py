@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 
 from pydantic import Field
@@ -25,7 +24,7 @@ class Comparison(Settings):
     runs: tuple[str, str]
     policies: dict[str, tuple[str, str]] = Field(description="Versions compared, by evaluation")
     evaluations: dict[str, dict[str, float | int]] = Field(
-        description="Paired difference of greedy accuracy by evaluation; b is the second run"
+        description="Greedy accuracy by evaluation: that of the second run, b, minus that of the first, a"
     )
     problems: dict[str, str] = Field(description="Why an evaluation cannot be compared")
     curves: dict[str, tuple[tuple[float, ...], tuple[float, ...]]] = Field(description="Metrics by iteration")
@@ -40,7 +39,7 @@ def show(run: str, other: str, plot: Path, *, as_json: bool) -> None:
         return
     console = Console()
     console.print(f"a  {found.runs[0]}\nb  {found.runs[1]}")
-    table = Table("evaluation", "a", "b", "a - b", "95 % interval", "problems", "", box=None, padding=(0, 1))
+    table = Table("evaluation", "a", "b", "b - a", "95 % interval", "problems", "", box=None, padding=(0, 1))
     for name, one in found.evaluations.items():
         versions = found.policies[name]
         table.add_row(
@@ -70,7 +69,7 @@ def comparison(first: RunStatus, second: RunStatus) -> Comparison:
             continue
         policies[name] = (newest[0][name][0], newest[1][name][0])
         try:
-            evaluations[name] = asdict(compare(newest[0][name][1], newest[1][name][1]))
+            evaluations[name] = compare(newest[0][name][1], newest[1][name][1]).model_dump()
         except ValueError as error:
             problems[name] = str(error)
     curves = {
@@ -90,8 +89,8 @@ def comparison(first: RunStatus, second: RunStatus) -> Comparison:
 def verdict(low: float, high: float) -> str:
     """What the interval of a difference says in words."""
     if low > 0:
-        return "a is better"
-    return "b is better" if high < 0 else "not distinguishable"
+        return "b is better"
+    return "a is better" if high < 0 else "not distinguishable"
 
 
 def draw(found: Comparison, path: Path) -> None:

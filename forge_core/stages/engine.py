@@ -23,6 +23,7 @@ class Engine:
     generator: Generator
     tokenizer: PreTrainedTokenizerBase
     config: GeneratorConfig
+    architecture: str  # SHA-256 of the policy's config.json: other weights fit in only when it is the same
     policy_digest: str
 
 
@@ -30,16 +31,17 @@ def engine_with(job: RolloutJob | EvaluateJob, workspace: Workspace) -> Engine:
     """An engine that serves exactly the job's policy: the warm one as it is or with new weights, or a new one."""
     policy, config = job.policy, job.generator.halved(job.memory_halvings)
     engine: Engine | None = workspace.held.get("engine")
-    if engine is not None and engine.config == config:
-        if engine.policy_digest != policy.digest:
-            _, hf_dir = workspace.fetch(policy)
-            engine.generator.load_policy(hf_dir)
-            engine.policy_digest = policy.digest
+    if engine is not None and (engine.config, engine.policy_digest) == (config, policy.digest):
+        return engine
+    manifest, hf_dir = workspace.fetch(policy)
+    architecture = manifest.sha256_of("config.json")
+    if engine is not None and (engine.config, engine.architecture) == (config, architecture):
+        engine.generator.load_policy(hf_dir)
+        engine.policy_digest = policy.digest
         return engine
     if engine is not None:
         engine.generator.close()
-    _, hf_dir = workspace.fetch(policy)
     generator = Generator(hf_dir, config=config, seed=job.seed % 2**31)
-    engine = Engine(generator, load_tokenizer(hf_dir), config, policy.digest)
+    engine = Engine(generator, load_tokenizer(hf_dir), config, architecture, policy.digest)
     workspace.held["engine"] = engine
     return engine

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import tempfile
+import threading
+import time
 from pathlib import Path
 
 import mlflow
@@ -12,8 +14,16 @@ import pytest
 from mlflow.exceptions import MlflowException
 from prefect import flow
 from prefect.client.orchestration import get_client
-from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterKey
+from prefect.client.schemas.filters import (
+    ArtifactFilter,
+    ArtifactFilterKey,
+    FlowRunFilter,
+    FlowRunFilterState,
+    FlowRunFilterStateType,
+)
+from prefect.client.schemas.objects import StateType
 from prefect.client.schemas.sorting import ArtifactSort
+from prefect.exceptions import FlowPauseTimeout
 
 from deployments.local_service import Service
 from flows.publish import publish
@@ -126,3 +136,40 @@ def test_a_worse_policy_leaves_the_champion_and_everybody_is_told_and_a_rollback
     assert champion is not None
     assert champion.policy == good_policy
     assert client.get_model_version_by_alias("gated", "champion").tags["forge.uri"] == good_policy.uri
+
+
+def resume_when_paused(root: str) -> None:
+    """What a person does in the UI: wait for the paused run, see that nothing is published yet, and press Resume."""
+    deadline = time.monotonic() + 60
+    with get_client(sync_client=True) as client:
+        wanted = FlowRunFilter(state=FlowRunFilterState(type=FlowRunFilterStateType(any_=[StateType.PAUSED])))
+        while not (paused := client.read_flow_runs(flow_run_filter=wanted)):
+            assert time.monotonic() < deadline, "no run pauses"
+            time.sleep(0.2)
+        assert publication.versions(root, "approved") == []
+        client.resume_flow_run(paused[0].id)
+
+
+def test_a_policy_that_needs_approval_is_published_when_a_person_resumes_the_run(
+    prefect_server: Service, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)  # MLflow's local file
+    config = tiny_config(str(tmp_path), name="approved", gates=GatesConfig(wait_for_approval_seconds=60))
+    plan, policy = evaluated(config, "run", num_right=60)
+    person = threading.Thread(target=resume_when_paused, args=(config.root,))
+    person.start()
+    published = run_publish(plan, policy)
+    person.join()
+    assert published is not None
+    assert publication.champion(config.root, "approved") == published
+
+
+def test_a_policy_that_nobody_approves_is_not_published(
+    prefect_server: Service, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    config = tiny_config(str(tmp_path), name="ignored", gates=GatesConfig(wait_for_approval_seconds=1))
+    plan, policy = evaluated(config, "run", num_right=60)
+    with pytest.raises(FlowPauseTimeout):
+        run_publish(plan, policy)
+    assert publication.champion(config.root, "ignored") is None

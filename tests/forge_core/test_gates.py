@@ -79,11 +79,11 @@ def test_each_bound_fails_on_its_side_and_says_gate_value_and_bound():
 
 
 def test_a_paired_difference_knows_less_than_its_parts_vary():
-    # a is right wherever b is, and on 10 of 100 more: every resample has a mean difference of 0.1 give or take 0.03.
-    b = [1.0] * 50 + [0.0] * 50
-    a = [1.0] * 60 + [0.0] * 40
+    # b is right wherever a is, and on 10 of 100 more: every resample has a mean difference of 0.1 give or take 0.03.
+    a = [1.0] * 50 + [0.0] * 50
+    b = [1.0] * 60 + [0.0] * 40
     found = paired_difference(a, b)
-    assert (found.mean_a, found.mean_b, found.n) == (0.6, 0.5, 100)
+    assert (found.mean_a, found.mean_b, found.n) == (0.5, 0.6, 100)
     assert found.difference == pytest.approx(0.1)
     # Binomial: 1.96 * sqrt(0.1 * 0.9 / 100) = 0.059; unpaired it would be 0.137.
     assert found.low == pytest.approx(0.041, abs=0.012)
