@@ -160,12 +160,11 @@ def fake_quantize_activations(inputs: Tensor, scheme: SchemeConfig, static: Acti
             scale, zero_point = torch.tensor([[static.scale]]), torch.tensor([[static.zero_point]])
             scale, zero_point = scale.to(tokens.device), zero_point.to(tokens.device)
         else:
-            scale, zero_point = integer_parameters(
-                tokens.amin(1, keepdim=True),
-                tokens.amax(1, keepdim=True),
-                bits=8,
-                symmetric=scheme.symmetric_activations,
-            )
+            low, high = tokens.amin(1, keepdim=True), tokens.amax(1, keepdim=True)
+            if scheme.symmetric_activations:  # as vLLM's kernels: absmax / 127, on either side
+                high = torch.maximum(-low, high)
+                low = -high
+            scale, zero_point = integer_parameters(low, high, bits=8, symmetric=scheme.symmetric_activations)
         integers = (torch.round(tokens / scale) + zero_point).clamp(*integer_range(8))
         found = (integers - zero_point) * scale
     return found.reshape(inputs.shape).to(inputs.dtype)
