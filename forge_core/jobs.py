@@ -23,6 +23,7 @@ from forge_core.config import (
     TrainerConfig,
 )
 from forge_core.faults import JobFaults
+from forge_core.quantize_config import QuantizeConfig
 from forge_core.settings import Settings
 from forge_core.update_config import KlConfig, UpdateConfig
 
@@ -38,6 +39,8 @@ STAGE_VERSIONS = {
     "score": 2,
     "update": 2,
     "evaluate": 1,
+    "quantize": 1,
+    "speed": 1,
 }
 
 
@@ -237,5 +240,48 @@ class EvaluateJob(StageJob):
     seed: int
 
 
-Job = DatasetJob | StartJob | SftJob | RolloutJob | ReferenceJob | ScoreJob | UpdateJob | EvaluateJob
+class QuantizeJob(StageJob):
+    """A policy with its Linear layers quantized, calibrated on sequences of rollouts or of a dataset."""
+
+    role = "scorer"
+    kind = "quantized_policy"
+    packages = ("torch", "torchao", "compressed-tensors", "transformers")
+    stage: Literal["quantize"] = "quantize"
+    policy: Ref
+    rollouts: tuple[Ref, ...] = Field(description="Rollout sets to calibrate on, none when a dataset is")
+    dataset: Ref | None = Field(None, description="Conversations to calibrate on instead")
+    previous: Ref | None = Field(None, description="A quantized policy whose calibration this one is compared with")
+    quantize: QuantizeConfig
+    seed: int
+
+
+class SpeedJob(StageJob):
+    """Tokens per second of a policy and of its quantized form, measured in turns on the same prompts."""
+
+    role = "generator"
+    kind = "eval"
+    packages = ("torch", "vllm", "transformers")
+    stage: Literal["speed"] = "speed"
+    policy: Ref
+    quantized: Ref
+    dataset: Ref
+    num_prompts: int
+    max_tokens: int
+    num_rounds: int
+    generator: GeneratorConfig
+    seed: int
+
+
+Job = (
+    DatasetJob
+    | StartJob
+    | SftJob
+    | RolloutJob
+    | ReferenceJob
+    | ScoreJob
+    | UpdateJob
+    | EvaluateJob
+    | QuantizeJob
+    | SpeedJob
+)
 parse_job = TypeAdapter(Job).validate_python

@@ -27,6 +27,8 @@ class TimeLimitsConfig(Settings):
     score: float = Field(3600, gt=0, description="Seconds to score one rollout set")
     update: float = Field(4 * 3600, gt=0, description="Seconds of one update, replay included")
     evaluate: float = Field(4 * 3600, gt=0, description="Seconds of one evaluation")
+    quantize: float = Field(4 * 3600, gt=0, description="Seconds to calibrate and quantize a policy")
+    speed: float = Field(3600, gt=0, description="Seconds to compare the speed of a policy and its quantized form")
 
 
 class RetentionConfig(Settings):

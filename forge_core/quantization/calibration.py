@@ -95,14 +95,8 @@ def activation_scale(seen: ActivationStatistics, config: QuantizeConfig, *, is_c
 
 
 def drift(scale: ActivationScale, previous: ActivationScale) -> float:
-    """How far the zero point has moved, as a share of the 255 steps of the quantized range.
-
-    A symmetric zero point never moves; there the change of the scale, which moves the ends of the range, stands for it.
-    """
-    moved = abs(scale.zero_point - previous.zero_point) / 255
-    if scale.zero_point == previous.zero_point == 0:
-        return abs(scale.scale / previous.scale - 1) / 2
-    return moved
+    """How far the zero point has moved, as a share of the 255 steps of the quantized range."""
+    return abs(scale.zero_point - previous.zero_point) / 255
 
 
 @torch.no_grad()

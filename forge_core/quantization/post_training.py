@@ -24,7 +24,8 @@ class QuantizedModel:
     """The quantized layers of a model, and how they came about; the model itself stays unquantized."""
 
     layers: dict[str, QuantizedLayer]
-    seen: dict[str, ActivationStatistics]  # of every layer that could be quantized, after the remedy
+    before: dict[str, ActivationStatistics]  # of every layer that could be quantized, before the remedy
+    seen: dict[str, ActivationStatistics]  # and after it
     flagged: list[str]  # before the remedy
     remedied: list[str]
     kept: list[str]  # in high precision because they were flagged
@@ -52,7 +53,7 @@ def quantize_model(
         if not flagged:
             break
     assert first_flagged is not None
-    kept: list[str] = []
+    before, kept = seen, list[str]()
     remedied = [name for name in first_flagged if name not in flagged]
     match config.remedy:
         case "keep":
@@ -81,7 +82,7 @@ def quantize_model(
         if name in names and name not in kept
     }
     still = [] if is_clipped else [name for name in calibration.flagged(seen, settings) if name not in kept]
-    return QuantizedModel(layers, seen, first_flagged, remedied, kept, still, len(samples))
+    return QuantizedModel(layers, before, seen, first_flagged, remedied, kept, still, len(samples))
 
 
 def _draw(pool: Sequence[Tensor], count: int, seed: int) -> list[Tensor]:

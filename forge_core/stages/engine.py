@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
 
+from forge_core.artifacts import Kind
 from forge_core.chat import load_tokenizer
 from forge_core.config import GeneratorConfig
 from forge_core.generator import Generator
@@ -24,13 +25,16 @@ class Engine:
     tokenizer: PreTrainedTokenizerBase
     config: GeneratorConfig
     policy_digest: str
+    kind: Kind = "policy"
 
 
 def engine_with(job: RolloutJob | EvaluateJob, workspace: Workspace) -> Engine:
     """An engine that serves exactly the job's policy: the warm one as it is or with new weights, or a new one."""
     policy, config = job.policy, job.generator.halved(job.memory_halvings)
     engine: Engine | None = workspace.held.get("engine")
-    if engine is not None and engine.config == config:
+    # Weights are swapped in place among unquantized policies only: the scales of others are baked into the engine.
+    is_swappable = engine is not None and engine.kind == policy.kind == "policy"
+    if engine is not None and engine.config == config and (is_swappable or engine.policy_digest == policy.digest):
         if engine.policy_digest != policy.digest:
             _, hf_dir = workspace.fetch(policy)
             engine.generator.load_policy(hf_dir)
@@ -40,6 +44,6 @@ def engine_with(job: RolloutJob | EvaluateJob, workspace: Workspace) -> Engine:
         engine.generator.close()
     _, hf_dir = workspace.fetch(policy)
     generator = Generator(hf_dir, config=config, seed=job.seed % 2**31)
-    engine = Engine(generator, load_tokenizer(hf_dir), config, policy.digest)
+    engine = Engine(generator, load_tokenizer(hf_dir), config, policy.digest, policy.kind)
     workspace.held["engine"] = engine
     return engine

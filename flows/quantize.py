@@ -1,0 +1,156 @@
+"""Flow `quantize`: policy -> calibrate and quantize -> measure -> gates -> publish as {name}-quantized.
+
+    python -m flows.quantize deployments/configs/quantize.yaml [--policy URI] [--run-id ID]
+
+A gate that fails leaves what is published alone and says why. `python -m forge_core.quantization.promotion ROOT NAME`
+puts the previous quantized policy back.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+from prefect import flow
+from prefect.artifacts import create_markdown_artifact
+
+from flows.evaluate import measure
+from forge_core.artifacts import Manifest, Ref, read_manifest
+from forge_core.config import load_config
+from forge_core.manifests import file_reader
+from forge_core.quantization.gates import Gate, PairedAccuracy, check_gates, paired_accuracy
+from forge_core.quantize_run import (
+    QuantizePlan,
+    QuantizeRunConfig,
+    needed_sequences,
+    num_sequences,
+    quantized_name,
+    stored_rollouts,
+)
+from tasks import stages
+from tasks.run import Run, open_run
+
+
+@flow(name="quantize", flow_run_name="{config.name}-{config.quantize.scheme.name}", persist_result=False)
+def quantize(config: QuantizeRunConfig, run_id: str | None = None) -> dict[str, float | int]:
+    """Quantize a policy, and publish it when it passes the gates; raises QuantizationRefusedError when it does not."""
+    with open_run(config, run_id) as run:
+        jobs, policy = QuantizePlan(run.plan), stages.start(run.plan.start())
+        rollouts, dataset = calibration_data(run, jobs, policy)
+        quantized = stages.quantize(jobs.quantize(policy, rollouts=rollouts, dataset=dataset))
+        made = run.tracker.record(quantized, step=1)
+        measure(run, policy, step=0)
+        accuracies = compare_accuracy(run, policy, quantized)
+        metrics = dict(made.summary)
+        for one in accuracies:
+            metrics |= one.metrics
+        metrics |= compare_speed(run, jobs, policy, quantized)
+        run.tracker.record_numbers(metrics, 1, made)
+        gates = check_gates(config.gates, metrics, accuracies)
+        report(run, made, metrics, accuracies, gates)
+        if failed := [str(gate) for gate in gates if not gate.is_passed]:
+            raise QuantizationRefusedError(
+                f"{made.uri} is not published: {'; '.join(failed)}. {quantized_name(config)} stays what it was; try "
+                "another scheme, observer or remedy, or keep the layers that report.md names first"
+            )
+        published = stages.promote(config.root, quantized_name(config), quantized, run.plan.run_id, metrics)
+        run.tracker.register(published)
+        run.logger.info("published %s -> %s", published.name, published.hf_uri)
+        return metrics
+
+
+class QuantizationRefusedError(RuntimeError):
+    """A quantized policy did not pass its gates."""
+
+
+def calibration_data(run: Run, jobs: QuantizePlan, policy: Ref) -> tuple[list[Ref], Ref | None]:
+    """The rollout sets, or the dataset, to calibrate on; fresh rollouts are sampled when there are too few."""
+    config = run.plan.config
+    assert isinstance(config, QuantizeRunConfig)
+    source = config.data.source
+    if source == "dataset":
+        return [], stages.dataset(run.plan.dataset(config.data.dataset))
+    if source in ("auto", "stored"):
+        stored = stored_rollouts(policy)
+        count = num_sequences(stored)
+        run.logger.info("%d stored sequences of this policy, %d needed", count, needed_sequences(config))
+        if source == "stored" or count >= needed_sequences(config):
+            return stored, None
+    problems = stages.dataset(run.plan.dataset(config.data.dataset))
+    rollouts = stages.rollout(jobs.rollout(policy, problems))
+    run.tracker.record(rollouts, step=0)
+    return [rollouts], None
+
+
+def compare_accuracy(run: Run, policy: Ref, quantized: Ref) -> list[PairedAccuracy]:
+    """Accuracy of both under every evaluation, on the same problems."""
+    found = []
+    measure(run, quantized, step=1)
+    for evaluation in run.plan.config.evals:
+        problems = stages.dataset(run.plan.dataset(evaluation.dataset))
+        before, after = (
+            read_manifest(run.plan.evaluate(one, problems, evaluation).output) for one in (policy, quantized)
+        )
+        assert before is not None
+        assert after is not None
+        found.append(paired_accuracy(evaluation.name, before, after))
+    return found
+
+
+def compare_speed(run: Run, jobs: QuantizePlan, policy: Ref, quantized: Ref) -> dict[str, float | int]:
+    """Tokens per second of both, unless the config leaves it out."""
+    config = run.plan.config
+    assert isinstance(config, QuantizeRunConfig)
+    if config.speed.num_rounds == 0:
+        return {}
+    problems = stages.dataset(run.plan.dataset(config.evals[0].dataset))
+    return run.tracker.record(stages.speed(jobs.speed(policy, quantized, problems)), step=1).summary
+
+
+def report(
+    run: Run,
+    made: Manifest,
+    metrics: dict[str, float | int],
+    accuracies: Sequence[PairedAccuracy],
+    gates: Sequence[Gate],
+) -> None:
+    """Gates, accuracies and the table of layers as a page of the Prefect UI."""
+    lines = ["# Gates", ""]
+    lines += [f"- {'passed' if gate.is_passed else '**FAILED**'}: {gate}" for gate in gates]
+    lines += ["", "# Accuracy", "", "| evaluation | before | after | drop | 95 % | lost | gained |", "|" + " --- |" * 7]
+    for one in accuracies:
+        interval = f"{one.drop_low:.3f} to {one.drop_high:.3f}"
+        lines.append(
+            f"| {one.name} | {one.before:.3f} | {one.after:.3f} | {one.drop:.3f} | {interval} | {one.num_lost} | "
+            f"{one.num_gained} |"
+        )
+    lines += ["", f"Size: {metrics['quantize/size_ratio']:.2f} times smaller (aim: 2 to 4)."]
+    if "quantize/speed_ratio" in metrics:
+        lines.append(
+            f"Speed: {metrics['quantize/speed_ratio']:.2f} times that of the unquantized policy (aim: 2 to 4)."
+        )
+    table = file_reader(made, "report.md")().decode().replace("(layers.png)", f"({made.files_uri}/layers.png)")
+    create_markdown_artifact(
+        key="quantized-policy",
+        description=f"{run.plan.config.name} after run {run.plan.run_id}",
+        markdown="\n".join(lines) + "\n\n" + table,
+    )
+    for gate in gates:
+        run.logger.log(20 if gate.is_passed else 40, "gate: %s", gate)
+
+
+def main() -> None:
+    """Command line: quantize by a config file."""
+    parser = argparse.ArgumentParser(prog="python -m flows.quantize", description="Quantize a policy by a config.")
+    parser.add_argument("config", help="a YAML file, e.g. deployments/configs/quantize.yaml")
+    parser.add_argument("--policy", help="replace the config's policy.uri")
+    parser.add_argument("--run-id", help="continue or name a run")
+    arguments = parser.parse_args()
+    config = load_config(arguments.config, QuantizeRunConfig)
+    if arguments.policy is not None:
+        config = config.model_copy(update={"policy": config.policy.model_copy(update={"uri": arguments.policy})})
+    quantize(config, run_id=arguments.run_id)
+
+
+if __name__ == "__main__":
+    main()

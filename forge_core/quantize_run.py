@@ -1,0 +1,152 @@
+"""A run that quantizes a policy: its settings, and its jobs beyond those of every run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from forge_core import storage
+from forge_core.artifacts import Ref, is_pruned, read_manifest
+from forge_core.config import DatasetConfig, RunConfig, SamplingConfig
+from forge_core.jobs import QuantizeJob, RolloutJob, SpeedJob
+from forge_core.manifests import run_of
+from forge_core.plan import Plan
+from forge_core.quantization.promotion import read_publication
+from forge_core.quantize_config import GatesConfig, QuantizeConfig
+from forge_core.settings import Settings
+
+
+class CalibrationDataConfig(Settings):
+    """Where the sequences to calibrate on come from."""
+
+    source: Literal["auto", "stored", "fresh", "dataset"] = Field(
+        "auto",
+        description="stored rollouts of this very policy, fresh ones of its prompts, or conversations of a dataset as "
+        "they stand; auto takes stored ones where there are enough, and fresh ones elsewhere",
+    )
+    dataset: DatasetConfig = Field(default_factory=DatasetConfig, description="Prompts of fresh rollouts, or dataset")
+    group_size: int = Field(4, ge=1, description="Completions per prompt of fresh rollouts")
+    sampling: SamplingConfig = Field(default_factory=SamplingConfig, description="How fresh rollouts are sampled")
+
+
+class SpeedConfig(Settings):
+    """The comparison of speed: both engines at once in one process, in turns."""
+
+    num_rounds: int = Field(6, ge=0, description="Rounds after one that does not count; 0 leaves the comparison out")
+    num_prompts: int = Field(64, ge=1, description="Prompts of a round")
+    max_tokens: int = Field(32, ge=1, description="Tokens generated for each prompt, no fewer")
+
+
+class QuantizeRunConfig(RunConfig):
+    """Policy -> calibration -> quantization -> measurement -> gates -> publication as {name}-quantized."""
+
+    quantize: QuantizeConfig = Field(default_factory=QuantizeConfig, description="Scheme and calibration")
+    data: CalibrationDataConfig = Field(default_factory=CalibrationDataConfig, description="Sequences to calibrate on")
+    gates: GatesConfig = Field(default_factory=GatesConfig, description="What must hold before it is published")
+    speed: SpeedConfig = Field(default_factory=SpeedConfig, description="Comparison of speed")
+
+    @model_validator(mode="after")
+    def _accuracy_can_be_compared(self) -> QuantizeRunConfig:
+        if not self.evals:
+            raise ValueError("evals is empty, and the accuracy gate needs problems; name at least one evaluation")
+        return self
+
+
+def quantized_name(config: RunConfig) -> str:
+    """The published name of the quantized form."""
+    return f"{config.name}-quantized"
+
+
+def stored_rollouts(policy: Ref) -> list[Ref]:
+    """Rollout sets of the policy's run that were sampled from it, all refills of its iteration included.
+
+    `policy` may be the copy that a run starts from: then they are those of the policy it was copied from.
+    """
+    manifest = read_manifest(policy.uri)
+    source = manifest.inputs.get("source", policy) if manifest is not None else policy
+    folder = f"{run_of(source.uri)}/rollouts"
+    found = []
+    for name in storage.list_names(folder):
+        rollouts = read_manifest(f"{folder}/{name}")
+        if rollouts is not None and rollouts.inputs["policy"].digest == source.digest and not is_pruned(rollouts.uri):
+            found.append(rollouts.ref)
+    return found
+
+
+def num_sequences(rollouts: Sequence[Ref]) -> int:
+    """Completions asked for in these rollout sets."""
+    jobs = [manifest.job for ref in rollouts if (manifest := read_manifest(ref.uri)) is not None]
+    return sum(int(job["num_prompts"]) * int(job["group_size"]) for job in jobs)  # pyrefly: ignore
+
+
+def needed_sequences(config: QuantizeRunConfig) -> int:
+    """Sequences to calibrate on and to hold out."""
+    return config.quantize.calibration.num_samples + config.quantize.calibration.num_heldout
+
+
+def published_quantized(config: RunConfig) -> Ref | None:
+    """The quantized policy that is published under the run's name, None when there is none yet."""
+    current = read_publication(config.root, quantized_name(config), "current")
+    return current.policy if current is not None else None
+
+
+class QuantizePlan:
+    """The jobs of one quantization."""
+
+    def __init__(self, plan: Plan) -> None:
+        assert isinstance(plan.config, QuantizeRunConfig)
+        self._plan, self._config = plan, plan.config
+
+    def rollout(self, policy: Ref, dataset: Ref) -> RolloutJob:
+        """Fresh rollouts to calibrate on: a tenth more than needed, as a prompt that is too long is left out."""
+        data = self._config.data
+        return RolloutJob(
+            output=f"{self._plan.run_uri}/rollouts/{_version(policy)}",
+            policy=policy,
+            dataset=dataset,
+            first_prompt=0,
+            num_prompts=math.ceil(1.1 * needed_sequences(self._config) / data.group_size),
+            group_size=data.group_size,
+            sampling=data.sampling,
+            generator=self._config.generator,
+            seed=self._config.seed,
+        )
+
+    def quantize(self, policy: Ref, *, rollouts: Sequence[Ref] = (), dataset: Ref | None = None) -> QuantizeJob:
+        """The policy quantized, and compared with the calibration of the quantized policy that is published."""
+        settings = self._config.quantize
+        output = f"{self._plan.run_uri}/quantized/{_version(policy)}-{settings.scheme.name}"
+        made = read_manifest(output)
+        # A run that goes on after its publication compares with what it was begun with, not with itself.
+        previous = published_quantized(self._config) if made is None else made.inputs.get("previous")
+        return QuantizeJob(
+            output=output,
+            policy=policy,
+            rollouts=tuple(rollouts),
+            dataset=dataset,
+            previous=previous,
+            quantize=settings,
+            seed=self._config.seed,
+        )
+
+    def speed(self, policy: Ref, quantized: Ref, dataset: Ref) -> SpeedJob:
+        """The speed of both."""
+        speed = self._config.speed
+        return SpeedJob(
+            output=f"{self._plan.run_uri}/evals/{_version(quantized)}/speed",
+            policy=policy,
+            quantized=quantized,
+            dataset=dataset,
+            num_prompts=speed.num_prompts,
+            max_tokens=speed.max_tokens,
+            num_rounds=speed.num_rounds,
+            generator=self._config.generator,
+            seed=self._config.seed,
+        )
+
+
+def _version(ref: Ref) -> str:
+    return ref.uri.rpartition("/")[2]
