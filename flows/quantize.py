@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from prefect import flow
 from prefect.artifacts import create_markdown_artifact
@@ -37,26 +38,78 @@ def quantize(config: QuantizeRunConfig, run_id: str | None = None) -> dict[str, 
     with open_run(config, run_id) as run:
         jobs, policy = QuantizePlan(run.plan), stages.start(run.plan.start())
         rollouts, dataset = calibration_data(run, jobs, policy)
-        quantized = stages.quantize(jobs.quantize(policy, rollouts=rollouts, dataset=dataset))
-        made = run.tracker.record(quantized, step=1)
         measure(run, policy, step=0)
-        accuracies = compare_accuracy(run, policy, quantized)
-        metrics = dict(made.summary)
-        for one in accuracies:
-            metrics |= one.metrics
-        metrics |= compare_speed(run, jobs, policy, quantized)
-        run.tracker.record_numbers(metrics, 1, made)
-        gates = check_gates(config.gates, metrics, accuracies)
-        report(run, made, metrics, accuracies, gates)
-        if failed := [str(gate) for gate in gates if not gate.is_passed]:
+        attempts = [attempt(run, jobs, policy, policy, rollouts, dataset)]
+        if config.qat is not None and attempts[0].misses_accuracy:
+            run.logger.warning("%s; trying quantization-aware training", attempts[0].verdict)
+            trained = train_for_it(run, jobs, policy, rollouts, dataset)
+            attempts.append(attempt(run, jobs, policy, trained, rollouts, dataset))
+        last = attempts[-1]
+        if not last.is_passed:
+            tried = "; after quantization-aware training ".join(one.verdict for one in attempts)
             raise QuantizationRefusedError(
-                f"{made.uri} is not published: {'; '.join(failed)}. {quantized_name(config)} stays what it was; try "
-                "another scheme, observer or remedy, or keep the layers that report.md names first"
+                f"{last.made.uri} is not published: {tried}. {quantized_name(config)} stays what it was; try another "
+                "scheme, observer or remedy, or keep the layers that its report.md names first"
             )
-        published = stages.promote(config.root, quantized_name(config), quantized, run.plan.run_id, metrics)
+        name, quantized = quantized_name(config), last.made.ref
+        published = stages.promote(config.root, name, quantized, run.plan.run_id, last.metrics)
         run.tracker.register(published)
         run.logger.info("published %s -> %s", published.name, published.hf_uri)
-        return metrics
+        return last.metrics
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One quantized policy with everything that was measured of it."""
+
+    made: Manifest
+    metrics: dict[str, float | int]
+    gates: list[Gate]
+
+    @property
+    def is_passed(self) -> bool:
+        return all(gate.is_passed for gate in self.gates)
+
+    @property
+    def misses_accuracy(self) -> bool:
+        """Whether it fails by what training can cure; drift of the calibration is not."""
+        return any(not gate.is_passed and "drift" not in gate.name for gate in self.gates)
+
+    @property
+    def verdict(self) -> str:
+        return "; ".join(str(gate) for gate in self.gates if not gate.is_passed) or "every gate is passed"
+
+
+def attempt(
+    run: Run, jobs: QuantizePlan, original: Ref, policy: Ref, rollouts: list[Ref], dataset: Ref | None
+) -> Attempt:
+    """Quantize a policy, and measure it against the original one."""
+    quantized = stages.quantize(jobs.quantize(policy, rollouts=rollouts, dataset=dataset))
+    step = 1 if policy == original else 2
+    made = run.tracker.record(quantized, step)
+    accuracies = compare_accuracy(run, original, quantized, step)
+    metrics = dict(made.summary)
+    for one in accuracies:
+        metrics |= one.metrics
+    metrics |= compare_speed(run, jobs, original, quantized, step)
+    run.tracker.record_numbers(metrics, step, made)
+    config = run.plan.config
+    assert isinstance(config, QuantizeRunConfig)
+    gates = check_gates(config.gates, metrics, accuracies)
+    report(run, made, metrics, accuracies, gates)
+    return Attempt(made, metrics, gates)
+
+
+def train_for_it(run: Run, jobs: QuantizePlan, policy: Ref, rollouts: list[Ref], dataset: Ref | None) -> Ref:
+    """The policy after quantization-aware training on what it was calibrated on, or on its SFT data."""
+    config = run.plan.config
+    assert isinstance(config, QuantizeRunConfig)
+    assert config.qat is not None
+    if config.qat.data == "dataset":
+        rollouts, dataset = [], stages.dataset(run.plan.dataset(config.qat.sft.dataset))
+    trained = stages.qat(jobs.qat(policy, rollouts=rollouts, dataset=dataset))
+    run.tracker.record(trained, step=2)
+    return trained
 
 
 class QuantizationRefusedError(RuntimeError):
@@ -82,10 +135,10 @@ def calibration_data(run: Run, jobs: QuantizePlan, policy: Ref) -> tuple[list[Re
     return [rollouts], None
 
 
-def compare_accuracy(run: Run, policy: Ref, quantized: Ref) -> list[PairedAccuracy]:
+def compare_accuracy(run: Run, policy: Ref, quantized: Ref, step: int) -> list[PairedAccuracy]:
     """Accuracy of both under every evaluation, on the same problems."""
     found = []
-    measure(run, quantized, step=1)
+    measure(run, quantized, step)
     for evaluation in run.plan.config.evals:
         problems = stages.dataset(run.plan.dataset(evaluation.dataset))
         before, after = (
@@ -97,14 +150,14 @@ def compare_accuracy(run: Run, policy: Ref, quantized: Ref) -> list[PairedAccura
     return found
 
 
-def compare_speed(run: Run, jobs: QuantizePlan, policy: Ref, quantized: Ref) -> dict[str, float | int]:
+def compare_speed(run: Run, jobs: QuantizePlan, policy: Ref, quantized: Ref, step: int) -> dict[str, float | int]:
     """Tokens per second of both, unless the config leaves it out."""
     config = run.plan.config
     assert isinstance(config, QuantizeRunConfig)
     if config.speed.num_rounds == 0:
         return {}
     problems = stages.dataset(run.plan.dataset(config.evals[0].dataset))
-    return run.tracker.record(stages.speed(jobs.speed(policy, quantized, problems)), step=1).summary
+    return run.tracker.record(stages.speed(jobs.speed(policy, quantized, problems)), step).summary
 
 
 def report(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import re
 from typing import ClassVar, Literal
 
@@ -25,6 +24,7 @@ from forge_core.config import (
 from forge_core.faults import JobFaults
 from forge_core.quantize_config import QuantizeConfig
 from forge_core.settings import Settings
+from forge_core.software import software_versions
 from forge_core.update_config import KlConfig, UpdateConfig
 
 Role = Literal["trainer", "generator", "scorer", "reference"]
@@ -41,20 +41,8 @@ STAGE_VERSIONS = {
     "evaluate": 1,
     "quantize": 1,
     "speed": 1,
+    "qat": 1,
 }
-
-
-def software_versions(*packages: str) -> dict[str, str]:
-    """Installed versions of the packages that decide a stage's result, without importing them."""
-    found = {}
-    for package in packages:
-        for name in (package, f"{package}-cpu"):
-            try:
-                found[package] = importlib.metadata.version(name)
-                break
-            except importlib.metadata.PackageNotFoundError:
-                continue
-    return found
 
 
 class StageJob(Settings):
@@ -255,6 +243,24 @@ class QuantizeJob(StageJob):
     seed: int
 
 
+class QatJob(StageJob):
+    """A policy fine-tuned while it computes with quantized numbers, on its own rollouts or on a dataset."""
+
+    role = "trainer"
+    kind = "policy"
+    packages = ("torch", "torchao", "torchtitan", "transformers")
+    stage: Literal["qat"] = "qat"
+    policy: Ref
+    rollouts: tuple[Ref, ...]
+    dataset: Ref | None = None
+    quantize: QuantizeConfig
+    num_steps: int
+    batch_size: int
+    optimizer: OptimizerConfig
+    trainer: TrainerConfig
+    seed: int
+
+
 class SpeedJob(StageJob):
     """Tokens per second of a policy and of its quantized form, measured in turns on the same prompts."""
 
@@ -272,16 +278,6 @@ class SpeedJob(StageJob):
     seed: int
 
 
-Job = (
-    DatasetJob
-    | StartJob
-    | SftJob
-    | RolloutJob
-    | ReferenceJob
-    | ScoreJob
-    | UpdateJob
-    | EvaluateJob
-    | QuantizeJob
-    | SpeedJob
-)
+QuantizationJob = QuantizeJob | QatJob | SpeedJob
+Job = DatasetJob | StartJob | SftJob | RolloutJob | ReferenceJob | ScoreJob | UpdateJob | EvaluateJob | QuantizationJob
 parse_job = TypeAdapter(Job).validate_python

@@ -10,8 +10,8 @@ from pydantic import Field, model_validator
 
 from forge_core import storage
 from forge_core.artifacts import Ref, is_pruned, read_manifest
-from forge_core.config import DatasetConfig, RunConfig, SamplingConfig
-from forge_core.jobs import QuantizeJob, RolloutJob, SpeedJob
+from forge_core.config import DatasetConfig, RunConfig, SamplingConfig, SftConfig
+from forge_core.jobs import QatJob, QuantizeJob, RolloutJob, SpeedJob
 from forge_core.manifests import run_of
 from forge_core.plan import Plan
 from forge_core.quantization.promotion import read_publication
@@ -32,6 +32,19 @@ class CalibrationDataConfig(Settings):
     sampling: SamplingConfig = Field(default_factory=SamplingConfig, description="How fresh rollouts are sampled")
 
 
+class QatConfig(Settings):
+    """Quantization-aware training, tried once when accuracy or probabilities miss their gates."""
+
+    sft: SftConfig = Field(
+        default_factory=SftConfig, description="What the policy was trained with: QAT takes a share of it"
+    )
+    data: Literal["rollouts", "dataset"] = Field(
+        "rollouts", description="Learn from the sequences of the calibration, or from the dataset of `sft`"
+    )
+    steps_fraction: float = Field(0.1, gt=0, description="Share of the original number of steps")
+    learning_rate_factor: float = Field(0.1, gt=0, description="Of the original learning rate")
+
+
 class SpeedConfig(Settings):
     """The comparison of speed: both engines at once in one process, in turns."""
 
@@ -46,6 +59,7 @@ class QuantizeRunConfig(RunConfig):
     quantize: QuantizeConfig = Field(default_factory=QuantizeConfig, description="Scheme and calibration")
     data: CalibrationDataConfig = Field(default_factory=CalibrationDataConfig, description="Sequences to calibrate on")
     gates: GatesConfig = Field(default_factory=GatesConfig, description="What must hold before it is published")
+    qat: QatConfig | None = Field(None, description="Training to fall back on; none when it is left out")
     speed: SpeedConfig = Field(default_factory=SpeedConfig, description="Comparison of speed")
 
     @model_validator(mode="after")
@@ -129,6 +143,25 @@ class QuantizePlan:
             dataset=dataset,
             previous=previous,
             quantize=settings,
+            seed=self._config.seed,
+        )
+
+    def qat(self, policy: Ref, *, rollouts: Sequence[Ref], dataset: Ref | None) -> QatJob:
+        """The policy after quantization-aware training, the next version."""
+        qat = self._config.qat
+        assert qat is not None
+        sft, version = qat.sft, int(_version(policy).removeprefix("v")) + 1
+        learning_rate = sft.optimizer.learning_rate * qat.learning_rate_factor
+        return QatJob(
+            output=f"{self._plan.run_uri}/policies/v{version:04d}",
+            policy=policy,
+            rollouts=tuple(rollouts),
+            dataset=dataset,
+            quantize=self._config.quantize,
+            num_steps=math.ceil(sft.num_steps * qat.steps_fraction),
+            batch_size=sft.batch_size,
+            optimizer=sft.optimizer.model_copy(update={"learning_rate": learning_rate, "warmup_steps": 0}),
+            trainer=self._config.trainer,
             seed=self._config.seed,
         )
 

@@ -19,6 +19,7 @@ from forge_core.artifacts import ArtifactError, Ref
 from forge_core.jobs import (
     DatasetJob,
     EvaluateJob,
+    QatJob,
     QuantizeJob,
     ReferenceJob,
     RolloutJob,
@@ -135,6 +136,12 @@ def evaluate(job: EvaluateJob) -> Ref:
 @stage_task
 def quantize(job: QuantizeJob) -> Ref:
     """Quantize a policy."""
+    return _run(job)
+
+
+@stage_task
+def qat(job: QatJob) -> Ref:
+    """Fine-tune a policy while it computes with quantized numbers."""
     return _run(job)
 
 
