@@ -36,26 +36,32 @@ from tasks.run import Run, open_run
 def quantize(config: QuantizeRunConfig, run_id: str | None = None) -> dict[str, float | int]:
     """Quantize a policy, and publish it when it passes the gates; raises QuantizationRefusedError when it does not."""
     with open_run(config, run_id) as run:
-        jobs, policy = QuantizePlan(run.plan), stages.start(run.plan.start())
-        rollouts, dataset = calibration_data(run, jobs, policy)
+        policy = stages.start(run.plan.start())
         measure(run, policy, step=0)
-        attempts = [attempt(run, jobs, policy, policy, rollouts, dataset)]
-        if config.qat is not None and attempts[0].misses_accuracy:
-            run.logger.warning("%s; trying quantization-aware training", attempts[0].verdict)
-            trained = train_for_it(run, jobs, policy, rollouts, dataset)
-            attempts.append(attempt(run, jobs, policy, trained, rollouts, dataset))
-        last = attempts[-1]
-        if not last.is_passed:
-            tried = "; after quantization-aware training ".join(one.verdict for one in attempts)
-            raise QuantizationRefusedError(
-                f"{last.made.uri} is not published: {tried}. {quantized_name(config)} stays what it was; try another "
-                "scheme, observer or remedy, or keep the layers that its report.md names first"
-            )
-        name, quantized = quantized_name(config), last.made.ref
-        published = stages.promote(config.root, name, quantized, run.plan.run_id, last.metrics)
-        run.tracker.register(published)
-        run.logger.info("published %s -> %s", published.name, published.hf_uri)
-        return last.metrics
+        return quantize_policy(run, config, policy, step=1)
+
+
+def quantize_policy(run: Run, config: QuantizeRunConfig, policy: Ref, step: int) -> dict[str, float | int]:
+    """Quantize a policy that has been evaluated, and publish it when it passes; raises QuantizationRefusedError."""
+    jobs = QuantizePlan(run.plan, config)
+    data = calibration_data(run, jobs, policy)
+    attempts = [attempt(run, jobs, policy, policy, data, step)]
+    if config.qat is not None and attempts[0].misses_accuracy:
+        run.logger.warning("%s; trying quantization-aware training", attempts[0].verdict)
+        trained = train_for_it(run, jobs, policy, data, step + 1)
+        attempts.append(attempt(run, jobs, policy, trained, data, step + 1))
+    last = attempts[-1]
+    if not last.is_passed:
+        tried = "; after quantization-aware training ".join(one.verdict for one in attempts)
+        raise QuantizationRefusedError(
+            f"{last.made.uri} is not published: {tried}. {quantized_name(config)} stays what it was; try another "
+            "scheme, observer or remedy, or keep the layers that its report.md names first"
+        )
+    name, quantized = quantized_name(config), last.made.ref
+    published = stages.promote(config.root, name, quantized, run.plan.run_id, last.metrics)
+    run.tracker.register(published)
+    run.logger.info("published %s -> %s", published.name, published.hf_uri)
+    return last.metrics
 
 
 @dataclass(frozen=True)
@@ -81,11 +87,10 @@ class Attempt:
 
 
 def attempt(
-    run: Run, jobs: QuantizePlan, original: Ref, policy: Ref, rollouts: list[Ref], dataset: Ref | None
+    run: Run, jobs: QuantizePlan, original: Ref, policy: Ref, data: tuple[list[Ref], Ref | None], step: int
 ) -> Attempt:
     """Quantize a policy, and measure it against the original one."""
-    quantized = stages.quantize(jobs.quantize(policy, rollouts=rollouts, dataset=dataset))
-    step = 1 if policy == original else 2
+    quantized = stages.quantize(jobs.quantize(policy, rollouts=data[0], dataset=data[1]))
     made = run.tracker.record(quantized, step)
     accuracies = compare_accuracy(run, original, quantized, step)
     metrics = dict(made.summary)
@@ -93,22 +98,19 @@ def attempt(
         metrics |= one.metrics
     metrics |= compare_speed(run, jobs, original, quantized, step)
     run.tracker.record_numbers(metrics, step, made)
-    config = run.plan.config
-    assert isinstance(config, QuantizeRunConfig)
-    gates = check_gates(config.gates, metrics, accuracies)
+    gates = check_gates(jobs.config.gates, metrics, accuracies)
     report(run, made, metrics, accuracies, gates)
     return Attempt(made, metrics, gates)
 
 
-def train_for_it(run: Run, jobs: QuantizePlan, policy: Ref, rollouts: list[Ref], dataset: Ref | None) -> Ref:
+def train_for_it(run: Run, jobs: QuantizePlan, policy: Ref, data: tuple[list[Ref], Ref | None], step: int) -> Ref:
     """The policy after quantization-aware training on what it was calibrated on, or on its SFT data."""
-    config = run.plan.config
-    assert isinstance(config, QuantizeRunConfig)
-    assert config.qat is not None
-    if config.qat.data == "dataset":
-        rollouts, dataset = [], stages.dataset(run.plan.dataset(config.qat.sft.dataset))
-    trained = stages.qat(jobs.qat(policy, rollouts=rollouts, dataset=dataset))
-    run.tracker.record(trained, step=2)
+    qat = jobs.config.qat
+    assert qat is not None
+    if qat.data == "dataset":
+        data = [], stages.dataset(run.plan.dataset(qat.sft.dataset))
+    trained = stages.qat(jobs.qat(policy, rollouts=data[0], dataset=data[1]))
+    run.tracker.record(trained, step)
     return trained
 
 
@@ -118,8 +120,7 @@ class QuantizationRefusedError(RuntimeError):
 
 def calibration_data(run: Run, jobs: QuantizePlan, policy: Ref) -> tuple[list[Ref], Ref | None]:
     """The rollout sets, or the dataset, to calibrate on; fresh rollouts are sampled when there are too few."""
-    config = run.plan.config
-    assert isinstance(config, QuantizeRunConfig)
+    config = jobs.config
     source = config.data.source
     if source == "dataset":
         return [], stages.dataset(run.plan.dataset(config.data.dataset))
@@ -152,8 +153,7 @@ def compare_accuracy(run: Run, policy: Ref, quantized: Ref, step: int) -> list[P
 
 def compare_speed(run: Run, jobs: QuantizePlan, policy: Ref, quantized: Ref, step: int) -> dict[str, float | int]:
     """Tokens per second of both, unless the config leaves it out."""
-    config = run.plan.config
-    assert isinstance(config, QuantizeRunConfig)
+    config = jobs.config
     if config.speed.num_rounds == 0:
         return {}
     problems = stages.dataset(run.plan.dataset(config.evals[0].dataset))

@@ -15,6 +15,7 @@ from pydantic import Field, JsonValue, model_validator
 from forge_core.alarms import DEFAULT_ALARMS, BoundsConfig
 from forge_core.faults import FaultPlan
 from forge_core.operation import RetentionConfig, TimeLimitsConfig, WarmthConfig
+from forge_core.quantize_config import GatesConfig, QuantizeConfig
 from forge_core.sampling_config import DynamicSamplingConfig, OverlongConfig, SamplingConfig
 from forge_core.settings import FunctionConfig, Settings
 from forge_core.update_config import UpdateConfig
@@ -264,6 +265,9 @@ class GrpoRunConfig(RunConfig):
 
 class PostTrainConfig(SftRunConfig, GrpoRunConfig):
     """A whole run: start policy -> SFT -> GRPO iterations -> publication, evaluated after each."""
+
+    quantize: QuantizeConfig | None = Field(None, description="Quantize the last policy too; none when it is left out")
+    gates: GatesConfig = Field(default_factory=GatesConfig, description="What a quantized policy must reach")
 
 
 Config = TypeVar("Config", bound=Settings)

@@ -240,6 +240,7 @@ class QuantizeJob(StageJob):
     dataset: Ref | None = Field(None, description="Conversations to calibrate on instead")
     previous: Ref | None = Field(None, description="A quantized policy whose calibration this one is compared with")
     quantize: QuantizeConfig
+    max_mae: float = Field(0.0, description="Error that `mixed` keeps layers for, 0 when it keeps none")
     seed: int
 
 

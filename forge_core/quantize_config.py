@@ -127,6 +127,11 @@ class QuantizeConfig(Settings):
         ("lm_head",),
         description="Layers left in high precision: names or patterns, e.g. model.layers.0.*; embeddings always are",
     )
+    mixed: Literal["none", "auto"] = Field(
+        "none",
+        description="auto: the layers with the noisiest outputs stay in high precision, as few as bring the mean "
+        "absolute error of the next-token probabilities within its gate",
+    )
     calibration: CalibrationConfig = Field(default_factory=CalibrationConfig, description="Recorded activations")
 
     @property

@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 
 from forge_core import storage
 from forge_core.artifacts import Ref, is_pruned, read_manifest
-from forge_core.config import DatasetConfig, RunConfig, SamplingConfig, SftConfig
+from forge_core.config import DatasetConfig, PostTrainConfig, RunConfig, SamplingConfig, SftConfig
 from forge_core.jobs import QatJob, QuantizeJob, RolloutJob, SpeedJob
 from forge_core.manifests import run_of
 from forge_core.plan import Plan
@@ -69,6 +69,17 @@ class QuantizeRunConfig(RunConfig):
         return self
 
 
+def last_step_config(config: PostTrainConfig) -> QuantizeRunConfig | None:
+    """Settings of a training run's last step, None when it does not quantize; prompts are those it practised on."""
+    if config.quantize is None:
+        return None
+    shared = {name: getattr(config, name) for name in RunConfig.model_fields}
+    data = CalibrationDataConfig(
+        dataset=config.grpo.dataset, group_size=config.grpo.group_size, sampling=config.grpo.sampling
+    )
+    return QuantizeRunConfig(**shared, quantize=config.quantize, gates=config.gates, data=data)
+
+
 def quantized_name(config: RunConfig) -> str:
     """The published name of the quantized form."""
     return f"{config.name}-quantized"
@@ -110,9 +121,13 @@ def published_quantized(config: RunConfig) -> Ref | None:
 class QuantizePlan:
     """The jobs of one quantization."""
 
-    def __init__(self, plan: Plan) -> None:
-        assert isinstance(plan.config, QuantizeRunConfig)
-        self._plan, self._config = plan, plan.config
+    def __init__(self, plan: Plan, config: QuantizeRunConfig) -> None:
+        self._plan, self._config = plan, config
+
+    @property
+    def config(self) -> QuantizeRunConfig:
+        """What was asked for; of a run that quantizes as its last step, a part of the run's own settings."""
+        return self._config
 
     def rollout(self, policy: Ref, dataset: Ref) -> RolloutJob:
         """Fresh rollouts to calibrate on: a tenth more than needed, as a prompt that is too long is left out."""
@@ -143,6 +158,7 @@ class QuantizePlan:
             dataset=dataset,
             previous=previous,
             quantize=settings,
+            max_mae=self._config.gates.max_mae if settings.mixed == "auto" else 0.0,
             seed=self._config.seed,
         )
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -14,8 +13,6 @@ from forge_core.quantization.layers import linear_layers, siblings
 from forge_core.quantization.observers import ActivationStatistics, observed_range, percentile_range
 from forge_core.quantization.schemes import ActivationScale, integer_parameters
 from forge_core.quantize_config import CalibrationConfig, QuantizeConfig
-
-logger = logging.getLogger(__name__)
 
 
 def batches(sequences: Sequence[Tensor], settings: CalibrationConfig) -> Iterator[Sequence[Tensor]]:

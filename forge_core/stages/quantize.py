@@ -42,7 +42,7 @@ def run(job: QuantizeJob, workspace: Workspace) -> Manifest:
         model.to("cuda" if torch.cuda.is_available() else "cpu")
         pool, heldout = split(_sequences(job, workspace, hf_dir), settings.num_heldout, job.seed)
     with watch("quantize"):
-        quantized = quantize_model(model, pool, job.quantize, seed=job.seed, dtype=model.dtype)
+        quantized = quantize_model(model, pool, job.quantize, seed=job.seed, dtype=model.dtype, max_mae=job.max_mae)
     with watch("measure"):
         errors, output = measure_errors(model, quantized.layers, heldout, settings.batch_size)
     workspace.injection.reach("work")
