@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
@@ -73,6 +73,7 @@ def test_static_activations_beyond_the_range_are_clipped():
 
 
 @pytest.mark.parametrize("scheme", SCHEMES, ids=str)
+@settings(deadline=None)
 @given(weight=weights)
 def test_a_number_moves_by_at_most_half_a_step_and_zero_not_at_all(scheme: SchemeConfig, weight: torch.Tensor):
     once = quantize_weight(weight, scheme)
@@ -85,6 +86,7 @@ def test_a_number_moves_by_at_most_half_a_step_and_zero_not_at_all(scheme: Schem
     assert (once.dequantized()[weight == 0] == 0).all()
 
 
+@settings(deadline=None)
 @given(weight=weights)
 def test_the_range_of_least_squares_is_never_worse_than_the_whole_range(weight: torch.Tensor):
     errors = [
@@ -100,7 +102,7 @@ def test_groups_that_do_not_divide_the_inputs_are_refused():
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("wrong", "message"),
     [
         ({"name": "w8a8_dynamic", "weights_per": "group"}, "one scale per channel or tensor"),
         ({"name": "w4a16", "weights_per": "tensor"}, "use channel or group"),
@@ -108,6 +110,6 @@ def test_groups_that_do_not_divide_the_inputs_are_refused():
         ({"name": "w4a16", "symmetric_activations": False}, "no integer activations"),
     ],
 )
-def test_what_no_engine_loads_is_refused(settings: dict, message: str):
+def test_what_no_engine_loads_is_refused(wrong: dict, message: str):
     with pytest.raises(ValidationError, match=message):
-        SchemeConfig(**settings)
+        SchemeConfig(**wrong)
