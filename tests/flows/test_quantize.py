@@ -11,12 +11,14 @@ from flows.quantize import QuantizationRefusedError, quantize
 from forge_core import artifacts, storage
 from forge_core.artifacts import ArtifactError, Manifest, read_manifest
 from forge_core.config import PolicyConfig, SamplingConfig
+from forge_core.operation import WarmthConfig
 from forge_core.plan import Plan
 from forge_core.quantization.promotion import read_publication
 from forge_core.quantize_config import CalibrationConfig, GatesConfig, QuantizeConfig, SchemeConfig
-from forge_core.quantize_run import CalibrationDataConfig, QuantizeRunConfig, SpeedConfig
+from forge_core.quantize_run import CalibrationDataConfig, QatConfig, QuantizeRunConfig, SpeedConfig
 from tests.pipeline import tiny_config
 
+TINY = tiny_config("")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
@@ -25,13 +27,15 @@ def published(
     prefect_server: Service, mlflow_server: Service, tmp_path_factory: pytest.TempPathFactory
 ) -> QuantizeRunConfig:
     """The config of a finished run called `first`, whose quantized policy is published."""
-    tiny = tiny_config(str(tmp_path_factory.mktemp("store")))
+    tiny = TINY
     config = QuantizeRunConfig(
         name="tiny",
-        root=tiny.root,
+        root=str(tmp_path_factory.mktemp("store")),
         policy=tiny.policy,
         evals=tiny.evals,
         generator=tiny.generator,
+        trainer=tiny.trainer,
+        keep_warm=WarmthConfig(trainer=False, reference=False),
         quantize=QuantizeConfig(
             scheme=SchemeConfig(name="w8a8_static", symmetric_activations=False),
             calibration=CalibrationConfig(num_samples=128, num_heldout=16),
@@ -72,11 +76,19 @@ def test_another_run_compares_calibrations_and_a_failed_gate_publishes_nothing(p
             "policy": PolicyConfig(uri=f"{first}/policies/v0000"),
             "gates": GatesConfig(max_mae=1e-9),
             "speed": SpeedConfig(num_rounds=0),
+            "qat": QatConfig(sft=TINY.sft),
         }
     )
-    with pytest.raises(QuantizationRefusedError, match=r"quantize/mae is .*, above 1e-09"):
+    with pytest.raises(
+        QuantizationRefusedError,
+        match=r"quantize/mae is .*, above 1e-09; after quantization-aware training quantize/mae is",
+    ):
         quantize(strict, run_id="second")
     assert read_publication(published.root, "tiny-quantized", "current") == before
+    trained = read_manifest(f"{Plan(strict, 'second').run_uri}/policies/v0001")
+    assert trained is not None
+    assert trained.summary["qat/steps"] == 2
+    assert trained.summary["qat/layers"] == 14
     made = quantized(published, "second")
     # The policy is a copy of the first run's, so its stored rollouts serve again: the same calibration, no drift.
     assert made.inputs["rollouts"].uri == f"{first}/rollouts/v0000"
