@@ -268,6 +268,7 @@ class PostTrainConfig(SftRunConfig, GrpoRunConfig):
 
     quantize: QuantizeConfig | None = Field(None, description="Quantize the last policy too; none when it is left out")
     gates: GatesConfig = Field(default_factory=GatesConfig, description="What a quantized policy must reach")
+    recalibrate_every: int = Field(1000, ge=0, description="Updates between calibrations within GRPO; 0 for none")
 
 
 Config = TypeVar("Config", bound=Settings)

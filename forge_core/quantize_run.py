@@ -144,13 +144,22 @@ class QuantizePlan:
             seed=self._config.seed,
         )
 
-    def quantize(self, policy: Ref, *, rollouts: Sequence[Ref] = (), dataset: Ref | None = None) -> QuantizeJob:
-        """The policy quantized, and compared with the calibration of the quantized policy that is published."""
+    def quantize(
+        self, policy: Ref, *, rollouts: Sequence[Ref] = (), dataset: Ref | None = None, previous: Ref | None = None
+    ) -> QuantizeJob:
+        """The policy quantized, and its calibration compared with the previous one, by default the published policy's.
+
+        A policy of this run that has been quantized, in its last recalibration perhaps, is that very artifact.
+        """
         settings = self._config.quantize
         output = f"{self._plan.run_uri}/quantized/{_version(policy)}-{settings.scheme.name}"
         made = read_manifest(output)
         # A run that goes on after its publication compares with what it was begun with, not with itself.
-        previous = published_quantized(self._config) if made is None else made.inputs.get("previous")
+        if made is not None:
+            previous = made.inputs.get("previous")
+            rollouts = [ref for name, ref in made.inputs.items() if name.startswith("rollouts")] or rollouts
+        elif previous is None:
+            previous = published_quantized(self._config)
         return QuantizeJob(
             output=output,
             policy=policy,
