@@ -38,8 +38,9 @@ class QatConfig(Settings):
     sft: SftConfig = Field(
         default_factory=SftConfig, description="What the policy was trained with: QAT takes a share of it"
     )
-    data: Literal["rollouts", "dataset"] = Field(
-        "rollouts", description="Learn from the sequences of the calibration, or from the dataset of `sft`"
+    data: Literal["dataset", "rollouts"] = Field(
+        "dataset",
+        description="Learn from the dataset of `sft`, or from the calibration's sequences, right or wrong",
     )
     steps_fraction: float = Field(0.1, gt=0, description="Share of the original number of steps")
     learning_rate_factor: float = Field(0.1, gt=0, description="Of the original learning rate")

@@ -80,17 +80,25 @@ for name, dtype in json.loads(sys.argv[2]).items():
 
 
 @pytest.mark.slow
-def test_vllm_answers_like_the_policy_in_memory(
-    model: PreTrainedModel, policy_dir: Path, sequences: list[Tensor], tmp_path: Path
-):
+def test_vllm_answers_like_the_policy_in_memory(policy_dir: Path, sequences: list[Tensor], tmp_path: Path):
+    require_same_answers(ON_CPU, policy_dir, sequences, tmp_path)
+
+
+@pytest.mark.gpu
+def test_vllm_answers_like_the_policy_in_memory_on_a_gpu(policy_dir: Path, sequences: list[Tensor], tmp_path: Path):
+    require_same_answers({"fp8": "bfloat16", "w8a16": "bfloat16"}, policy_dir, sequences, tmp_path)
+
+
+def require_same_answers(dtypes: dict[str, str], policy_dir: Path, sequences: list[Tensor], tmp_path: Path) -> None:
+    """Greedy first tokens of the exported policies in vLLM are those of the simulation."""
     prompts, expected = sequences[:8], {}
-    for scheme in ON_CPU:
+    for scheme in dtypes:
         policy = load(policy_dir)
         quantized = export(scheme, policy, policy_dir, sequences, tmp_path / scheme)
         install(policy, quantized.layers)
         expected[scheme] = [int(policy(ids[None]).logits[0, -1].argmax()) for ids in prompts]
     done = subprocess.run(
-        [sys.executable, "-c", ANSWER, str(tmp_path), json.dumps(ON_CPU)],
+        [sys.executable, "-c", ANSWER, str(tmp_path), json.dumps(dtypes)],
         input=json.dumps([ids.tolist() for ids in prompts]),
         capture_output=True,
         text=True,
