@@ -8,6 +8,7 @@ from prefect import flow
 
 from flows.evaluate import measure
 from flows.publish import publish
+from flows.recalibrate import Recalibration
 from flows.sampling import Batch, sample
 from forge_core.alarms import find_alarms, stop_if_asked
 from forge_core.artifacts import Ref
@@ -39,6 +40,7 @@ def improve(run: Run, policy: Ref) -> Ref:
     reference = policy if settings.kl is not None else None
     report = IterationReport(run.plan, settings.num_iterations, run.logger)
     samples: list[list[Batch]] = []  # by iteration
+    recalibration = Recalibration(run)
     # Retention must not take the files of the policy that every iteration is compared with.
     with hold(run.plan.config.root, reference, "reference policy") if reference else nullcontext():
         for iteration in range(settings.num_iterations):
@@ -46,6 +48,7 @@ def improve(run: Run, policy: Ref) -> Ref:
             batches = sample(run, policy, reference, problems, iteration, earlier_refills)
             policy = stages.update(run.plan.update(policy, [batch.scored for batch in batches], iteration))
             report_iteration(run, report, iteration, batches[0], policy)
+            recalibration.after_update(policy, batches[0].rollouts, iteration)
             samples.append(batches)
             if run.plan.config.retention.keep_last:
                 stages.prune(run.plan.run_uri, run.plan.config.retention)

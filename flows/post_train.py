@@ -1,4 +1,4 @@
-"""Flow `post-train`: start policy -> SFT -> GRPO -> publication, evaluated before and after each.
+"""Flow `post-train`: start policy -> SFT -> GRPO -> publication (-> quantization), evaluated before and after each.
 
     python -m flows.post_train deployments/configs/quickstart.yaml [--run-id ID] [--seed N]
 
@@ -15,8 +15,10 @@ from prefect import flow
 from flows.evaluate import measure
 from flows.grpo import improve
 from flows.publish import publish
+from flows.quantize import quantize_policy
 from flows.sft import fine_tune
 from forge_core.config import PostTrainConfig, load_config
+from forge_core.quantize_run import last_step_config
 from tasks import stages
 from tasks.run import open_run
 
@@ -32,6 +34,8 @@ def post_train(config: PostTrainConfig, run_id: str | None = None) -> dict[str, 
         policy = improve(run, policy)
         metrics = measure(run, policy, step=config.grpo.num_iterations)
         publish(run, policy, metrics)
+        if (settings := last_step_config(config)) is not None:
+            quantize_policy(run, settings, policy, step=config.grpo.num_iterations + 1)
         return metrics
 
 

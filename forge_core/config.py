@@ -18,6 +18,7 @@ from forge_core.faults import FaultPlan
 from forge_core.fit_config import DpoConfig, SftConfig
 from forge_core.gates import GatesConfig
 from forge_core.operation import RetentionConfig, TimeLimitsConfig, WarmthConfig
+from forge_core.quantize_config import QuantizeConfig, QuantizeGatesConfig
 from forge_core.sampling_config import DynamicSamplingConfig, OverlongConfig, SamplingConfig
 from forge_core.settings import FunctionConfig, Settings
 from forge_core.trainer_config import OptimizerConfig, TrainerConfig
@@ -212,6 +213,12 @@ class GrpoRunConfig(RunConfig):
 
 class PostTrainConfig(SftRunConfig, GrpoRunConfig):
     """A whole run: start policy -> SFT -> GRPO iterations -> publication, evaluated after each."""
+
+    quantize: QuantizeConfig | None = Field(None, description="Quantize the last policy too; none when it is left out")
+    quantize_gates: QuantizeGatesConfig = Field(
+        default_factory=QuantizeGatesConfig, description="What a quantized policy must reach"
+    )
+    recalibrate_every: int = Field(1000, ge=0, description="Updates between calibrations within GRPO; 0 for none")
 
 
 Config = TypeVar("Config", bound=Settings)

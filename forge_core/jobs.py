@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.metadata
-import re
-from typing import ClassVar, Literal
+from typing import Literal
 
 from pydantic import Field, JsonValue, TypeAdapter
 
-from forge_core.artifacts import Kind, Ref, sha256_json
+from forge_core.artifacts import Ref
 from forge_core.config import (
     DatasetConfig,
     EvalConfig,
@@ -22,93 +20,10 @@ from forge_core.config import (
     TrainerConfig,
 )
 from forge_core.data_config import ChatConfig
-from forge_core.faults import JobFaults
 from forge_core.fit_config import DpoConfig, FitConfig, SftConfig
-from forge_core.settings import Settings
+from forge_core.quantize_config import QuantizeConfig
+from forge_core.stage_job import Role, StageJob
 from forge_core.update_config import KlConfig, UpdateConfig
-
-Role = Literal["trainer", "generator", "scorer", "reference"]
-
-# Bump a stage's number when its code changes what it computes: outputs of older code then count as another job.
-STAGE_VERSIONS = {
-    "dataset": 1,
-    "start": 1,
-    "sft": 3,
-    "dpo": 1,
-    "rollout": 2,
-    "reference": 1,
-    "score": 2,
-    "update": 2,
-    "evaluate": 1,
-}
-
-
-def software_versions(*packages: str) -> dict[str, str]:
-    """Installed versions of the packages that decide a stage's result, without importing them."""
-    found = {}
-    for package in packages:
-        for name in (package, f"{package}-cpu"):
-            try:
-                found[package] = importlib.metadata.version(name)
-                break
-            except importlib.metadata.PackageNotFoundError:
-                continue
-    return found
-
-
-class StageJob(Settings):
-    """What every job has. Its digest covers all that decides the result, and nothing else."""
-
-    role: ClassVar[Role]
-    kind: ClassVar[Kind]
-    packages: ClassVar[tuple[str, ...]] = ()
-    # Fields that say where and how, not what.
-    not_identity: ClassVar[frozenset[str]] = frozenset(
-        {"output", "snapshot_output", "memory_halvings", "injected", "runs_on"}
-    )
-
-    stage: str
-    output: str = Field(description="URI of the artifact to commit")
-    memory_halvings: int = Field(0, ge=0, description="Times the work in memory at once was halved after running out")
-    injected: JobFaults | None = Field(None, description="Faults of a drill")
-
-    @property
-    def inputs(self) -> dict[str, Ref]:
-        """The artifacts this job reads, by name: of several under one name, the second is `{name}_1`."""
-        found: dict[str, Ref] = {}
-        for name in type(self).model_fields:
-            match getattr(self, name):
-                case Ref() as ref:
-                    found[name] = ref
-                case (Ref() as first, *others):
-                    found[name] = first
-                    found |= {f"{name}_{place}": ref for place, ref in enumerate(others, start=1)}
-        return found
-
-    @property
-    def software(self) -> dict[str, str]:
-        """Versions recorded in the manifest and covered by the digest."""
-        return software_versions(*self.packages) | {"stage": str(STAGE_VERSIONS[self.stage])}
-
-    @property
-    def label(self) -> str:
-        """Short name for people: "rollout v0003", "evaluate v0001/heldout"."""
-        place = re.search(r"(v\d{4}.*|[^/]*)$", self.output)
-        return f"{self.stage} {place.group() if place else self.output}"
-
-    def as_json(self) -> dict[str, JsonValue]:
-        """The job as plain JSON, for manifests and job files."""
-        return self.model_dump(mode="json")
-
-    def digest(self) -> str:
-        """SHA-256 of the job's identity and its software."""
-        return sha256_json([self.identity(), self.software])
-
-    def identity(self) -> dict[str, JsonValue]:
-        """All that decides the result, software apart: inputs count by digest, not by where they lie."""
-        inputs = {name: ref.digest for name, ref in self.inputs.items()}
-        apart = self.not_identity | inputs.keys()
-        return {name: value for name, value in self.as_json().items() if name not in apart} | inputs
 
 
 class DatasetJob(StageJob):
@@ -272,5 +187,70 @@ class EvaluateJob(StageJob):
     seed: int
 
 
-Job = DatasetJob | StartJob | SftJob | DpoJob | RolloutJob | ReferenceJob | ScoreJob | UpdateJob | EvaluateJob
+class QuantizeJob(StageJob):
+    """A policy with its Linear layers quantized, calibrated on sequences of rollouts or of a dataset."""
+
+    role = "scorer"
+    kind = "quantized_policy"
+    packages = ("torch", "torchao", "compressed-tensors", "transformers")
+    stage: Literal["quantize"] = "quantize"
+    policy: Ref
+    rollouts: tuple[Ref, ...] = Field(description="Rollout sets to calibrate on, none when a dataset is")
+    dataset: Ref | None = Field(None, description="Conversations to calibrate on instead")
+    previous: Ref | None = Field(None, description="A quantized policy whose calibration this one is compared with")
+    chat: ChatConfig = Field(default_factory=ChatConfig)
+    quantize: QuantizeConfig
+    max_mae: float = Field(0.0, description="Error that `mixed` keeps layers for, 0 when it keeps none")
+    seed: int
+
+
+class QatJob(StageJob):
+    """A policy fine-tuned while it computes with quantized numbers, on its own rollouts or on a dataset."""
+
+    role = "trainer"
+    kind = "policy"
+    packages = ("torch", "torchao", "torchtitan", "transformers")
+    stage: Literal["qat"] = "qat"
+    policy: Ref
+    rollouts: tuple[Ref, ...]
+    dataset: Ref | None = None
+    chat: ChatConfig = Field(default_factory=ChatConfig)
+    quantize: QuantizeConfig
+    num_steps: int
+    batch_size: int
+    optimizer: OptimizerConfig
+    trainer: TrainerConfig
+    seed: int
+
+
+class SpeedJob(StageJob):
+    """Tokens per second of a policy and of its quantized form, measured in turns on the same prompts."""
+
+    role = "generator"
+    kind = "eval"
+    packages = ("torch", "vllm", "transformers")
+    stage: Literal["speed"] = "speed"
+    policy: Ref
+    quantized: Ref
+    dataset: Ref
+    num_prompts: int
+    max_tokens: int
+    num_rounds: int
+    generator: GeneratorConfig
+    seed: int
+
+
+QuantizationJob = QuantizeJob | QatJob | SpeedJob
+Job = (
+    DatasetJob
+    | StartJob
+    | SftJob
+    | DpoJob
+    | RolloutJob
+    | ReferenceJob
+    | ScoreJob
+    | UpdateJob
+    | EvaluateJob
+    | QuantizationJob
+)
 parse_job = TypeAdapter(Job).validate_python

@@ -28,6 +28,9 @@ class TimeLimitsConfig(Settings):
     score: float = Field(3600, gt=0, description="Seconds to score one rollout set")
     update: float = Field(4 * 3600, gt=0, description="Seconds of one update, replay included")
     evaluate: float = Field(4 * 3600, gt=0, description="Seconds of one evaluation")
+    quantize: float = Field(4 * 3600, gt=0, description="Seconds to calibrate and quantize a policy")
+    qat: float = Field(24 * 3600, gt=0, description="Seconds of quantization-aware training")
+    speed: float = Field(3600, gt=0, description="Seconds to compare the speed of a policy and its quantized form")
 
 
 class RetentionConfig(Settings):

@@ -11,6 +11,7 @@ from forge_core import config as configs
 from forge_core import storage
 from forge_core.artifacts import ArtifactError
 from forge_core.config import RunConfig
+from forge_core.quantize_run import QuantizeRunConfig
 from forge_core.settings import Settings
 
 
@@ -18,13 +19,14 @@ class RunRecord(Settings):
     """What stands in `{root}/{run_id}/run.json`: the settings it was last started with."""
 
     run_id: str
-    recipe: Literal["RunConfig", "SftRunConfig", "GrpoRunConfig", "PostTrainConfig"]
+    recipe: Literal["RunConfig", "SftRunConfig", "GrpoRunConfig", "PostTrainConfig", "QuantizeRunConfig"]
     config: dict[str, JsonValue]
     started_at: str
 
     def settings(self) -> RunConfig:
         """The config as the model it was written from."""
-        return getattr(configs, self.recipe).model_validate(self.config)
+        recipes = {"QuantizeRunConfig": QuantizeRunConfig}
+        return (recipes.get(self.recipe) or getattr(configs, self.recipe)).model_validate(self.config)
 
 
 def write_run(run_uri: str, run_id: str, config: RunConfig) -> None:

@@ -21,15 +21,19 @@ from forge_core.jobs import (
     DatasetJob,
     DpoJob,
     EvaluateJob,
+    QatJob,
+    QuantizeJob,
     ReferenceJob,
     RolloutJob,
     ScoreJob,
     SftJob,
+    SpeedJob,
     StageJob,
     StartJob,
     UpdateJob,
 )
 from forge_core.operation import RetentionConfig
+from forge_core.quantization import promotion
 from forge_core.stages.workspace import committed
 from tasks.failures import RETRIES, failure_class
 from tasks.processes import run_in_stage_process
@@ -137,6 +141,24 @@ def evaluate(job: EvaluateJob) -> Ref:
     return _run(job)
 
 
+@stage_task
+def quantize(job: QuantizeJob) -> Ref:
+    """Quantize a policy."""
+    return _run(job)
+
+
+@stage_task
+def qat(job: QatJob) -> Ref:
+    """Fine-tune a policy while it computes with quantized numbers."""
+    return _run(job)
+
+
+@stage_task
+def speed(job: SpeedJob) -> Ref:
+    """Compare the speed of a policy and of its quantized form."""
+    return _run(job)
+
+
 @task(cache_policy=NO_CACHE, retries=2, retry_delay_seconds=2)
 def publish(
     root: str,
@@ -153,6 +175,12 @@ def publish(
     except publication.ChampionChangedError as error:
         get_run_logger().warning("%s", error)
         return None
+
+
+@task(cache_policy=NO_CACHE, retries=2, retry_delay_seconds=2)
+def promote(root: str, name: str, policy: Ref, run_id: str, metrics: dict[str, float | int]) -> publication.Publication:
+    """Point the published name of quantized policies at this one, and remember the one before."""
+    return promotion.promote(root, name, policy, run_id=run_id, metrics=metrics)
 
 
 @task(cache_policy=NO_CACHE, task_run_name="prune")

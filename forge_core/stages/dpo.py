@@ -169,7 +169,7 @@ def is_short(pair: Pair, job: DpoJob) -> bool:
 
 def read_pairs(examples_path: Path, policy_dir: Path, job: DpoJob) -> list[Pair]:
     """Preference pairs as token ids; raises ValueError for an example that is none."""
-    turns_of = encoder(policy_dir, job)
+    turns_of = encoder(policy_dir, job.chat)
     pairs = []
     for example in read_examples(examples_path):
         rejected = example.metadata.get("rejected")

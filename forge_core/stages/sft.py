@@ -12,6 +12,7 @@ import torch
 from forge_core.artifacts import Manifest
 from forge_core.batching import TrainBatch, TrainSequence, pack_sequences
 from forge_core.chat import encode_turns, load_tokenizer
+from forge_core.data_config import ChatConfig
 from forge_core.examples import read_examples
 from forge_core.jobs import FitJob, SftJob
 from forge_core.losses import cross_entropy
@@ -29,11 +30,13 @@ def run(job: SftJob, workspace: Workspace) -> Manifest | None:
     with watch("load"):
         _, policy_dir = workspace.fetch(job.policy)
         dataset, dataset_dir = workspace.fetch(job.dataset)
-        conversations = encode(dataset_dir / "examples.jsonl", policy_dir, job)
+        conversations = encode(dataset_dir / "examples.jsonl", policy_dir, job.chat)
         heldout: list[list[TrainSequence]] = []
         if job.validation is not None and job.sft.validation is not None:
             _, heldout_dir = workspace.fetch(job.validation)
-            heldout = encode(heldout_dir / "examples.jsonl", policy_dir, job, limit=job.sft.validation.num_examples)
+            heldout = encode(
+                heldout_dir / "examples.jsonl", policy_dir, job.chat, limit=job.sft.validation.num_examples
+            )
         total_steps = job.sft.total_steps(len(conversations))
         trainer = learner.trainer_from_policy(job, job.policy, job.sft.optimizer, total_steps, workspace)
         course = Conversations(trainer, job, conversations, dataset.sha256_of("examples.jsonl"), heldout)
@@ -99,10 +102,10 @@ def count_too_long(conversations: Sequence[list[TrainSequence]], job: FitJob) ->
 
 
 def encode(
-    examples_path: Path, policy_dir: Path, job: FitJob, *, limit: int | None = None
+    examples_path: Path, policy_dir: Path, chat: ChatConfig, *, limit: int | None = None
 ) -> list[list[TrainSequence]]:
     """The dataset's conversations as token ids with a mask on what the assistant says."""
-    turns_of = encoder(policy_dir, job)
+    turns_of = encoder(policy_dir, chat)
     found = []
     for example in read_examples(examples_path)[:limit]:
         try:
@@ -112,7 +115,7 @@ def encode(
     return found
 
 
-def encoder(policy_dir: Path, job: FitJob) -> Callable[[list[dict]], list[TrainSequence]]:
+def encoder(policy_dir: Path, chat: ChatConfig) -> Callable[[list[dict]], list[TrainSequence]]:
     """Messages -> the sequences that train their assistant turns, by the policy's chat template."""
     tokenizer = load_tokenizer(policy_dir)
 
@@ -121,7 +124,7 @@ def encoder(policy_dir: Path, job: FitJob) -> Callable[[list[dict]], list[TrainS
             TrainSequence(
                 token_ids=torch.tensor(ids), loss_mask=torch.tensor(mask), generator_logprobs=torch.zeros(len(ids))
             )
-            for ids, mask in encode_turns(tokenizer, messages, job.chat)
+            for ids, mask in encode_turns(tokenizer, messages, chat)
         ]
 
     return turns_of

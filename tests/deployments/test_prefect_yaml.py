@@ -24,6 +24,7 @@ EXPECTED = {
     "sft/default",
     "grpo/default",
     "evaluate/default",
+    "quantize/default",
 }
 
 

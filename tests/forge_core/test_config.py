@@ -9,6 +9,7 @@ import pytest
 from forge_core.config import EvalConfig, GrpoRunConfig, PostTrainConfig, RunConfig, SftRunConfig, load_config
 from forge_core.drill import DrillConfig
 from forge_core.plan import Plan
+from forge_core.quantize_run import QuantizeRunConfig
 
 CONFIGS = Path(__file__).parent.parent.parent / "deployments" / "configs"
 
@@ -98,6 +99,7 @@ def test_every_shipped_config_loads_and_opens_with_its_command(path: Path):
         "sft": SftRunConfig,
         "grpo": GrpoRunConfig,
         "evaluate": RunConfig,
+        "quantize": QuantizeRunConfig,
         "drill": DrillConfig,
         "soak": DrillConfig,
     }

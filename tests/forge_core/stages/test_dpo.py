@@ -40,7 +40,7 @@ def prepared(tmp_path: Path):
             policy=PolicyConfig(fresh=SHAPE),
             trainer=TrainerConfig(row_tokens=row_tokens),
             dpo=DpoConfig(
-                **{"dataset": SUMS, "optimizer": OptimizerConfig(learning_rate=1e-2), "beta": 0.5} | settings
+                **{"dataset": SUMS, "optimizer": OptimizerConfig(learning_rate=5e-3), "beta": 0.5} | settings
             ),
         )
         plan = Plan(config, run_id)
