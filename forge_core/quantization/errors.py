@@ -13,6 +13,8 @@ from torch.utils.hooks import RemovableHandle
 from forge_core.quantization.calibration import padded, signal_to_noise
 from forge_core.quantization.layers import QuantizedLayer, QuantizedLinear, install, linear_layers
 
+CHUNK_ELEMENTS = 2**22  # logits compared at once in float64, a dozen copies of which are alive
+
 
 @dataclass
 class LayerError:
@@ -61,10 +63,12 @@ def measure_errors(
     for start in range(0, len(sequences), batch_size):
         ids, mask = (tensor.to(device) for tensor in padded(sequences[start : start + batch_size]))
         is_token[:] = [mask]
-        exact, rounded = model(ids).logits.float(), quantized(ids).logits.float()
+        exact, rounded = model(ids).logits, quantized(ids).logits
         predicts = mask[:, 1:]
-        found = _compare(exact[:, :-1][predicts], rounded[:, :-1][predicts], ids[:, 1:][predicts])
-        total += found.cpu()
+        aligned = (exact[:, :-1][predicts], rounded[:, :-1][predicts], ids[:, 1:][predicts])
+        rows = max(1, CHUNK_ELEMENTS // exact.shape[-1])
+        for chunk in zip(*(tensor.split(rows) for tensor in aligned), strict=True):
+            total += _compare(*chunk).cpu()
         count += int(predicts.sum())
     for hook in hooks:
         hook.remove()
