@@ -12,6 +12,7 @@ from prefect.flows import load_flow_from_entrypoint
 REPO = Path(__file__).parent.parent.parent
 DEPLOYMENTS = yaml.safe_load((REPO / "prefect.yaml").read_text())["deployments"]
 EXPECTED = {
+    "dpo/default",
     "drill/default",
     "drill/soak",
     "branch/default",

@@ -6,7 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from forge_core.config import EvalConfig, GrpoRunConfig, PostTrainConfig, RunConfig, SftRunConfig, load_config
+from forge_core.config import (
+    DpoRunConfig,
+    EvalConfig,
+    GrpoRunConfig,
+    PostTrainConfig,
+    RunConfig,
+    SftRunConfig,
+    load_config,
+)
 from forge_core.drill import DrillConfig
 from forge_core.plan import Plan
 from forge_core.quantize_run import QuantizeRunConfig
@@ -97,6 +105,7 @@ def test_a_misspelt_field_in_a_file_names_the_file(tmp_path: Path):
 def test_every_shipped_config_loads_and_opens_with_its_command(path: Path):
     models = {
         "sft": SftRunConfig,
+        "dpo": DpoRunConfig,
         "grpo": GrpoRunConfig,
         "evaluate": RunConfig,
         "quantize": QuantizeRunConfig,

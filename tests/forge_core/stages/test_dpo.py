@@ -68,15 +68,15 @@ def run(job: DpoJob, workspace: Workspace):
 
 def test_margins_start_at_zero_and_move_apart(prepared):
     validation = ValidationConfig(dataset=SUMS, num_examples=10, every=10)
-    manifest = run(*prepared(num_epochs=4, batch_size=8, validation=validation))
+    manifest = run(*prepared(num_epochs=8, batch_size=8, validation=validation))
     lines = storage.read_bytes(f"{manifest.files_uri}/history.jsonl").splitlines()
     steps = [step for step in map(json.loads, lines) if "dpo/margin" in step]
     # Against itself the policy has no margin: the loss begins at log 2.
     assert steps[0]["loss/policy"] == pytest.approx(math.log(2), abs=1e-6)
     assert manifest.summary["dpo/first_validation_loss"] == pytest.approx(math.log(2), abs=1e-6)
-    assert manifest.summary["dpo/validation_loss"] < 0.65
-    assert manifest.summary["dpo/margin"] > 0.1
-    assert manifest.summary["dpo/accuracy"] > 0.7
+    assert manifest.summary["dpo/validation_loss"] < 0.6
+    assert manifest.summary["dpo/margin"] > 0.2
+    assert manifest.summary["dpo/validation_margin"] > 0.2
 
 
 def test_gradient_of_the_two_passes_is_that_of_the_loss(prepared):
