@@ -64,12 +64,12 @@ def status(
 
 @app.command()
 def compare(
-    run: Annotated[str, typer.Argument(help=RUN_HELP)],
-    other: Annotated[str, typer.Argument(help="The run it is compared with")],
+    run: Annotated[str, typer.Argument(help="A run, or one of its policies, {root}/{run_id}/policies/v0003")],
+    other: Annotated[str, typer.Argument(help="The run or policy it is compared with")],
     plot: Annotated[Path, typer.Option(help="Where the curves of both go, as PNG")] = Path("compare.png"),
     as_json: Json = False,
 ) -> None:
-    """Compare two runs: their newest policies problem by problem, and the curves of their metrics."""
+    """Compare two runs (their newest policies) or two policies problem by problem, and the curves of their metrics."""
     from deployments.cli import compare as compared
 
     compared.show(run, other, plot, as_json=as_json)
