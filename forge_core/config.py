@@ -109,6 +109,9 @@ class GrpoConfig(UpdateConfig):
     )
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig, description="Optimizer of this stage")
     checkpoint_every: int = Field(10, ge=1, description="Policy versions between snapshots of the train state")
+    evaluate_every: int = Field(
+        0, ge=0, description="Iterations between evaluations on the way, under every entry of `evals`; 0 for none"
+    )
     alarms: dict[str, BoundsConfig] = Field(
         DEFAULT_ALARMS, description="Bounds of an iteration's metrics by name, e.g. {kl/reference: {high: 0.5}}"
     )
