@@ -83,7 +83,18 @@ def test_help_and_completion_import_neither_prefect_nor_mlflow_nor_torch():
     )
     done = subprocess.run([sys.executable, "-c", program], cwd=REPO, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    for command in ("doctor", "run", "status", "compare", "lineage", "publish", "rollback", "history", "gc"):
+    for command in [
+        "doctor",
+        "run",
+        "status",
+        "compare",
+        "eval-harness",
+        "lineage",
+        "publish",
+        "rollback",
+        "history",
+        "gc",
+    ]:
         assert f" {command} " in done.stdout
 
 
