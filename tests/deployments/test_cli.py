@@ -29,6 +29,10 @@ from tests.stored_runs import store_run
 
 REPO = Path(__file__).parents[2]
 NUM_PROBLEMS = 50
+COMMANDS = (
+    *("doctor", "run", "status", "compare", "eval-harness"),
+    *("lineage", "publish", "rollback", "history", "gc"),
+)
 
 
 @pytest.fixture(autouse=True)
@@ -83,18 +87,7 @@ def test_help_and_completion_import_neither_prefect_nor_mlflow_nor_torch():
     )
     done = subprocess.run([sys.executable, "-c", program], cwd=REPO, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    for command in [
-        "doctor",
-        "run",
-        "status",
-        "compare",
-        "eval-harness",
-        "lineage",
-        "publish",
-        "rollback",
-        "history",
-        "gc",
-    ]:
+    for command in COMMANDS:
         assert f" {command} " in done.stdout
 
 
