@@ -19,7 +19,7 @@ def evaluate(config: RunConfig, run_id: str | None = None) -> dict[str, float | 
 
 
 def measure(run: Run, policy: Ref, step: int) -> dict[str, float | int]:
-    """Metrics of a policy under every evaluation of the config, logged at a step."""
+    """Metrics of a policy under every evaluation of the config, logged at a step: the updates of GRPO before it."""
     metrics: dict[str, float | int] = {}
     for evaluation in run.plan.config.evals:
         problems = stages.dataset(run.plan.dataset(evaluation.dataset))

@@ -12,7 +12,7 @@ from flows.recalibrate import Recalibration
 from flows.sampling import Batch, sample
 from forge_core.alarms import find_alarms, stop_if_asked
 from forge_core.artifacts import Ref
-from forge_core.config import GrpoRunConfig
+from forge_core.config import GrpoConfig, GrpoRunConfig
 from forge_core.holds import hold
 from tasks import stages
 from tasks.iteration_report import IterationReport
@@ -48,12 +48,20 @@ def improve(run: Run, policy: Ref) -> Ref:
             batches = sample(run, policy, reference, problems, iteration, earlier_refills)
             policy = stages.update(run.plan.update(policy, [batch.scored for batch in batches], iteration))
             report_iteration(run, report, iteration, batches[0], policy)
+            if is_measured_after(iteration, settings):
+                measure(run, policy, step=iteration + 1)
             recalibration.after_update(policy, batches[0].rollouts, iteration)
             samples.append(batches)
             if run.plan.config.retention.keep_last:
                 stages.prune(run.plan.run_uri, run.plan.config.retention)
     run.tracker.record_completions([batches[0].scored for batches in samples])
     return policy
+
+
+def is_measured_after(iteration: int, settings: GrpoConfig) -> bool:
+    """Whether the policy of an iteration is evaluated on the way; that of the last one always is, by the flow."""
+    done = iteration + 1
+    return settings.evaluate_every > 0 and done % settings.evaluate_every == 0 and done < settings.num_iterations
 
 
 def report_iteration(run: Run, report: IterationReport, iteration: int, batch: Batch, policy: Ref) -> None:

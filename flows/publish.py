@@ -55,7 +55,7 @@ def pass_gates(run: Run, policy: Ref, champion: Publication | None, metrics: Num
                 problems = stages.dataset(run.plan.dataset(evaluation.dataset))
                 own = stages.evaluate(run.plan.evaluate(policy, problems, evaluation))
                 other = stages.evaluate(run.plan.evaluate(champion.policy, problems, evaluation, is_champion=True))
-                versus[evaluation.name] = compare(resolve(other), resolve(own))
+                versus[evaluation.name] = compare(resolve(other), resolve(own))["accuracy"]
     results = judge(config.gates, resolve(policy).summary | metrics, versus)
     for result in results:
         run.logger.log(

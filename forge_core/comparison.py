@@ -6,23 +6,13 @@ does not widen the interval (paired percentile bootstrap; B. Efron, 1979).
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 from pydantic import Field
 
-from forge_core import storage
-from forge_core.artifacts import Manifest
+from forge_core.estimates import bootstrap_interval, sign_test
 from forge_core.settings import Settings
-
-CONFIDENCE = 0.95
-MAX_DRAWS_AT_ONCE = 4_000_000  # numbers held in memory; what is drawn does not depend on it
-MAX_NAMED = 3
-_METRICS: dict[str, Callable[[dict], float]] = {
-    "accuracy": lambda row: float(row["is_right"]),
-    "pass_at_1": lambda row: row["num_right_samples"] / row["num_samples"],
-}
 
 
 class PairedDifference(Settings):
@@ -34,11 +24,15 @@ class PairedDifference(Settings):
     low: float = Field(description="Lower end of the interval of the difference")
     high: float = Field(description="Upper end of the interval of the difference")
     n: int = Field(description="Items")
+    num_better: int = Field(description="Items on which B scores higher")
+    num_worse: int = Field(description="Items on which B scores lower")
+    p_value: float = Field(description="Two-sided exact sign test: chance of such a lead if neither were better")
 
     def __str__(self) -> str:
         return (
             f"{self.mean_a:.4f} -> {self.mean_b:.4f}, difference {self.difference:+.4f} "
-            f"[{self.low:+.4f}, {self.high:+.4f}] on {self.n} items"
+            f"[{self.low:+.4f}, {self.high:+.4f}] on {self.n} items, {self.num_better} better and {self.num_worse} "
+            f"worse (p = {self.p_value:.2g})"
         )
 
 
@@ -53,68 +47,21 @@ def paired_difference(
         raise ValueError(f"a has {len(a)} scores and b has {len(b)}; give both scores of every item")
     if len(a) == 0:
         raise ValueError("there are no items to compare; give at least one score on either side")
-    if resamples < 1:
-        raise ValueError(f"resamples is {resamples}; use at least 1 (10000 is usual)")
     scores = np.array([a, b], dtype=np.float64)
     if not np.isfinite(scores).all():
         raise ValueError("a score is not finite; leave out, on both sides, what could not be scored, and count it")
-    differences, count = scores[1] - scores[0], len(a)
-    # Equal items are drawn together by how often they occur, which makes a million items as cheap as ten.
-    values, counts = np.unique(differences, return_counts=True)
-    generator = np.random.default_rng(seed)
-    at_once = max(1, MAX_DRAWS_AT_ONCE // len(values))
-    sizes = [min(at_once, resamples - done) for done in range(0, resamples, at_once)]
-    means = [generator.multinomial(count, counts / count, size=size) @ values / count for size in sizes]
-    low, high = np.quantile(np.concatenate(means), [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
+    differences = scores[1] - scores[0]
+    num_better, num_worse = int((differences > 0).sum()), int((differences < 0).sum())
+    low, high = bootstrap_interval(differences.tolist(), seed=seed, resamples=resamples)
     mean_a, mean_b = scores.mean(axis=1)
     return PairedDifference(
         mean_a=float(mean_a),
         mean_b=float(mean_b),
         difference=float(mean_b - mean_a),
-        low=float(low),
-        high=float(high),
-        n=count,
+        low=low,
+        high=high,
+        n=len(a),
+        num_better=num_better,
+        num_worse=num_worse,
+        p_value=sign_test(num_better, num_worse),
     )
-
-
-def compare_evaluations(
-    a: Manifest, b: Manifest, *, seed: int = 0, resamples: int = 10_000
-) -> dict[str, PairedDifference]:
-    """Paired differences of two evaluations by metric: greedy `accuracy`, and `pass_at_1` of the samples.
-
-    Items are matched by example id. Raises ValueError when the two were not made on the same items, with how many are
-    in one alone, or when an item has another answer in the other.
-    """
-    here, there = read_items(a), read_items(b)
-    _require_same_items(here, there, a, b)
-    return {
-        metric: paired_difference(
-            [score(here[name]) for name in here], [score(there[name]) for name in here], seed=seed, resamples=resamples
-        )
-        for metric, score in _METRICS.items()
-    }
-
-
-def read_items(evaluation: Manifest) -> dict[str, dict]:
-    """The rows of an evaluation by example id, sorted by it."""
-    if evaluation.kind != "eval":
-        raise ValueError(f"{evaluation.uri} is of kind {evaluation.kind}; only evaluations can be compared")
-    lines = storage.read_bytes(f"{evaluation.files_uri}/samples.jsonl").decode().splitlines()
-    rows = [json.loads(line) for line in lines]
-    return {row["id"]: row for row in sorted(rows, key=lambda row: row["id"])}
-
-
-def _require_same_items(here: Mapping[str, dict], there: Mapping[str, dict], a: Manifest, b: Manifest) -> None:
-    only_a, only_b = sorted(here.keys() - there.keys()), sorted(there.keys() - here.keys())
-    if only_a or only_b:
-        raise ValueError(
-            f"{a.uri} and {b.uri} were not made on the same items: {len(only_a)} are in the first alone, "
-            f"{len(only_b)} in the second, {len(here.keys() & there.keys())} in both "
-            f"(e.g. {', '.join([*only_a, *only_b][:MAX_NAMED])}); evaluate both on the same dataset and num_examples"
-        )
-    changed = [name for name in here if here[name]["answer"] != there[name]["answer"]]
-    if changed:
-        raise ValueError(
-            f"{len(changed)} of {len(here)} items have another answer in {b.uri} than in {a.uri} "
-            f"(e.g. {', '.join(changed[:MAX_NAMED])}); evaluate both on the same dataset"
-        )

@@ -7,13 +7,14 @@ documented with its unit; unknown fields are refused. YAML files live in `deploy
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Annotated, Literal, TypeVar
 
 import yaml
-from pydantic import Field, JsonValue, model_validator
+from pydantic import AfterValidator, Field, JsonValue, model_validator
 
 from forge_core.alarms import DEFAULT_ALARMS, BoundsConfig
 from forge_core.data_config import ChatConfig, DatasetConfig
+from forge_core.eval_config import EvalConfig, with_different_names
 from forge_core.faults import FaultPlan
 from forge_core.fit_config import DpoConfig, SftConfig
 from forge_core.gates import GatesConfig
@@ -113,6 +114,9 @@ class GrpoConfig(UpdateConfig):
     )
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig, description="Optimizer of this stage")
     checkpoint_every: int = Field(10, ge=1, description="Policy versions between snapshots of the train state")
+    evaluate_every: int = Field(
+        0, ge=0, description="Iterations between evaluations on the way, under every entry of `evals`; 0 for none"
+    )
     alarms: dict[str, BoundsConfig] = Field(
         DEFAULT_ALARMS, description="Bounds of an iteration's metrics by name, e.g. {kl/reference: {high: 0.5}}"
     )
@@ -167,23 +171,6 @@ class GrpoConfig(UpdateConfig):
         return self
 
 
-class EvalConfig(Settings):
-    """A named evaluation on held-out problems."""
-
-    name: str = Field("heldout", pattern=r"^[a-z0-9_-]+$", description="Name in paths and metrics")
-    dataset: DatasetConfig = Field(
-        DatasetConfig(fn="arithmetic", kwargs={"split": "test"}), description="Held-out problems"
-    )
-    num_examples: int = Field(200, ge=1, description="Problems evaluated, the first ones of the dataset")
-    max_tokens: int = Field(16, ge=1, description="Longest completion, tokens")
-    pass_k: int = Field(4, ge=1, description="k of pass@k; also the number of completions sampled per problem")
-    temperature: float = Field(1.0, gt=0, description="Temperature of the pass@k samples; accuracy itself is greedy")
-    reward: FunctionConfig = Field(FunctionConfig(fn="exact_number"), description="A completion is right at reward 1")
-    reward_timeout_seconds: float = Field(
-        10.0, gt=0, description="Seconds one call of the reward may take; after that its completion counts as wrong"
-    )
-
-
 class RunConfig(Settings):
     """What every run has, whichever stages it goes through."""
 
@@ -192,7 +179,9 @@ class RunConfig(Settings):
     seed: int = Field(0, ge=0, description="Seed of initialisation, data order and sampling")
     policy: PolicyConfig = Field(default_factory=PolicyConfig, description="The starting policy")
     chat: ChatConfig = Field(default_factory=ChatConfig, description="How messages become text")
-    evals: tuple[EvalConfig, ...] = Field((EvalConfig(),), description="Held-out evaluations")
+    evals: Annotated[tuple[EvalConfig, ...], AfterValidator(with_different_names)] = Field(
+        (EvalConfig(),), description="Held-out evaluations, each with its own name"
+    )
     trainer: TrainerConfig = Field(default_factory=TrainerConfig, description="The training engine")
     generator: GeneratorConfig = Field(default_factory=GeneratorConfig, description="The sampling engine")
     gates: GatesConfig = Field(default_factory=GatesConfig, description="What a policy must show to be published")

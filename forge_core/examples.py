@@ -97,3 +97,4 @@ def take(num_total: int, *, start: int, count: int, seed: int, digest: str) -> l
 
 
 Reward = Callable[[str, Example], float | None]
+Extractor = Callable[[str, Example], str | None]

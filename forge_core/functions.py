@@ -104,6 +104,19 @@ def check_function(config: FunctionConfig, role: Role) -> None:
         raise ValueError(f"{role} {config.fn} needs kwargs {', '.join(missing)}; {expected}")
 
 
+def find_extractor(reward: FunctionConfig) -> str | None:
+    """The function beside a reward that says what it takes for the answer: `{reward}_answer`, None when there is none.
+
+    It is called like the reward, with its keyword arguments, and returns a text or None.
+    """
+    name = f"{import_string(reward.fn, 'reward')}_answer"
+    path, function_name = _locate(name, "reward")
+    if all(node.name != function_name for node in _functions(path)):
+        return None
+    check_function(reward.model_copy(update={"fn": name}), "reward")
+    return name
+
+
 def is_over_batch(config: FunctionConfig) -> bool:
     """Whether an advantage takes the whole batch (its argument is declared as AdvantageInputs), not one group."""
     arguments = _definition(import_string(config.fn, "advantage"), "advantage").args
@@ -139,11 +152,15 @@ def _locate(full_name: str, role: Role) -> tuple[Path, str]:
 
 def _definition(full_name: str, role: Role) -> ast.FunctionDef:
     path, function_name = _locate(full_name, role)
-    functions = {node.name: node for node in _parse(path.read_text()).body if isinstance(node, ast.FunctionDef)}
+    functions = {node.name: node for node in _functions(path)}
     if function_name not in functions:
         close = difflib.get_close_matches(function_name, functions, n=3) or sorted(functions)
         raise ValueError(f"{role} is {full_name!r}, but {path} defines no such function; it has {', '.join(close)}")
     return functions[function_name]
+
+
+def _functions(path: Path) -> list[ast.FunctionDef]:
+    return [node for node in _parse(path.read_text()).body if isinstance(node, ast.FunctionDef)]
 
 
 def _parse(source: str) -> ast.Module:

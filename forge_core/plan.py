@@ -17,7 +17,7 @@ from forge_core.config import (
     SftRunConfig,
 )
 from forge_core.fit_config import SftConfig
-from forge_core.functions import check_function, is_over_batch, source_sha256
+from forge_core.functions import check_function, find_extractor, is_over_batch, source_sha256
 from forge_core.jobs import (
     DatasetJob,
     DpoJob,
@@ -64,6 +64,7 @@ class Plan:
         for evaluation in config.evals:
             check_function(evaluation.dataset, "dataset")
             check_function(evaluation.reward, "reward")
+            find_extractor(evaluation.reward)
         for fit in (self.sft_config, config.dpo if isinstance(config, DpoRunConfig) else None):
             if fit is not None:
                 check_function(fit.dataset, "dataset")

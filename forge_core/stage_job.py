@@ -24,7 +24,7 @@ STAGE_VERSIONS = {
     "reference": 1,
     "score": 2,
     "update": 2,
-    "evaluate": 1,
+    "evaluate": 2,
     "quantize": 1,
     "speed": 1,
     "qat": 1,

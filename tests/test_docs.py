@@ -1,4 +1,4 @@
-"""The code in docs/algorithms.md runs as it stands there."""
+"""The code in docs/algorithms.md and docs/evaluation.md runs as it stands there, and their settings are settings."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from forge_core.advantages import AdvantageInputs, compute_advantages
 from forge_core.config import PostTrainConfig
 from forge_core.examples import Example, Message
-from forge_core.functions import check_function, load_function
+from forge_core.functions import check_function, find_extractor, load_function
 from forge_core.gates import GatesConfig
 from forge_core.kl import k3
 from forge_core.losses import LossInputs, LossOutput, simple_grpo
@@ -22,6 +22,7 @@ from tests.forge_core import golden
 from tests.pipeline import tiny_config
 
 DOCUMENT = (Path(__file__).parent.parent / "docs" / "algorithms.md").read_text()
+EVALUATION = (Path(__file__).parent.parent / "docs" / "evaluation.md").read_text()
 OLD, NEW, REF, _ = golden.logprobs()
 INPUTS = LossInputs(
     logprobs=NEW,
@@ -41,6 +42,7 @@ def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     assert [name for name, _ in blocks] == ["mine", "ported"]
     for name, code in blocks:
         (tmp_path / f"{name}.py").write_text(code)
+    for name in ("mine", "ported", "my_rewards"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.syspath_prepend(tmp_path)
 
@@ -87,6 +89,33 @@ def test_the_settings_in_the_document_are_settings():
         settings = tiny_config("x").model_dump(mode="json")
         settings["grpo"] |= yaml.safe_load(block)["grpo"]
         PostTrainConfig.model_validate(settings)
+
+
+def test_a_reward_of_the_evaluation_document_says_what_it_takes_for_the_answer(tmp_path: Path):
+    [code] = re.findall(r"```python\n# my_rewards.py\n(.*?)```", EVALUATION, re.DOTALL)
+    (tmp_path / "my_rewards.py").write_text(code)
+    reward = FunctionConfig(fn="my_rewards:yes_or_no")
+    extractor = find_extractor(reward)
+    assert extractor == "my_rewards:yes_or_no_answer"
+    example = Example(id="x", messages=(Message(role="user", content="?"),), answer="yes")
+    texts = ("I say: Yes.", "No", "maybe")
+    assert [load_function(reward, "reward")(text, example) for text in texts] == [1, 0, 0]
+    extract = load_function(FunctionConfig(fn=extractor), "reward")
+    assert [extract(text, example) for text in texts] == ["yes", "no", None]
+
+
+def test_the_settings_in_the_evaluation_document_are_settings():
+    import yaml
+
+    [block] = re.findall(r"```yaml\n(.*?)```", EVALUATION, re.DOTALL)
+    settings, shown = tiny_config("x").model_dump(mode="json"), yaml.safe_load(block)
+    config = PostTrainConfig.model_validate(
+        settings | {"evals": shown["evals"], "grpo": settings["grpo"] | shown["grpo"]}
+    )
+    assert (len(config.evals), config.grpo.evaluate_every) == (2, 10)
+    for evaluation in config.evals:
+        check_function(evaluation.dataset, "dataset")
+        assert find_extractor(evaluation.reward)
 
 
 def test_the_gates_in_the_operations_document_are_settings():

@@ -64,15 +64,53 @@ def status(
 
 @app.command()
 def compare(
-    run: Annotated[str, typer.Argument(help=RUN_HELP)],
-    other: Annotated[str, typer.Argument(help="The run it is compared with")],
+    run: Annotated[str, typer.Argument(help="A run, or one of its policies, {root}/{run_id}/policies/v0003")],
+    other: Annotated[str, typer.Argument(help="The run or policy it is compared with")],
     plot: Annotated[Path, typer.Option(help="Where the curves of both go, as PNG")] = Path("compare.png"),
     as_json: Json = False,
 ) -> None:
-    """Compare two runs: their newest policies problem by problem, and the curves of their metrics."""
+    """Compare two runs (their newest policies) or two policies problem by problem, and the curves of their metrics."""
     from deployments.cli import compare as compared
 
     compared.show(run, other, plot, as_json=as_json)
+
+
+@app.command("eval-harness")
+def eval_harness(
+    policy: Annotated[str, typer.Argument(help="A policy version, a published name or a run, by its URI")],
+    tasks: Annotated[str, typer.Option(help="Tasks of lm-evaluation-harness, with commas between them")],
+    chat: Annotated[bool, typer.Option("--chat", help="Ask through the policy's chat template")] = False,
+    num_fewshot: Annotated[int | None, typer.Option(help="Worked examples; the task's own number if unset")] = None,
+    limit: Annotated[int | None, typer.Option(help="Problems of each task; all if unset")] = None,
+    max_model_len: Annotated[int | None, typer.Option(help="Longest prompt plus completion, tokens")] = None,
+    seed: Annotated[int, typer.Option(help="Of worked examples and sampling")] = 0,
+    include_path: Annotated[Path | None, typer.Option(help="Directory of your own task files")] = None,
+    num_concurrent: Annotated[int, typer.Option(help="Requests at once")] = 32,
+    python: Annotated[
+        str, typer.Option(help="Interpreter that has lm_eval, where it is not this one")
+    ] = sys.executable,
+    as_json: Json = False,
+) -> None:
+    """Serve a policy with vLLM, run benchmarks of lm-evaluation-harness against it, and keep their results."""
+    from deployments.cli.harness import run_harness
+    from deployments.lm_eval import HarnessSettings
+
+    settings = HarnessSettings(
+        tasks=tuple(tasks.split(",")),
+        is_chat=chat,
+        num_fewshot=num_fewshot,
+        limit=limit,
+        max_model_len=max_model_len,
+        seed=seed,
+    )
+    run_harness(
+        policy,
+        settings,
+        python=python,
+        include_path=include_path,
+        num_concurrent=num_concurrent,
+        as_json=as_json,
+    )
 
 
 @app.command()

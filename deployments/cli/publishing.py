@@ -109,7 +109,7 @@ def _judged(
                     f"the champion {champion.policy.uri} has no evaluation {name} to be compared with; start the "
                     "same run_id again, which evaluates the champion and then publishes"
                 )
-            versus[name] = compare(others[name], manifest)
+            versus[name] = compare(others[name], manifest)["accuracy"]
     numbers: dict[str, float] = dict(resolve(policy).summary)
     for manifest in own.values():
         numbers |= manifest.summary

@@ -77,6 +77,8 @@ def _evaluations(found: RunStatus) -> Table:
     )  # fmt: skip
     for place, numbers in sorted(found.evaluations.items()):
         version, _, name = place.partition("/")
+        if f"eval/{name}/accuracy" not in numbers:  # of speed, or of another harness
+            continue
         low, high = (numbers[f"eval/{name}/accuracy_{end}"] for end in ("low", "high"))
         table.add_row(
             version,

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import math
-import statistics
 from collections.abc import Sequence
 
-from forge_core.artifacts import ArtifactError, Manifest
+from forge_core.artifacts import Manifest
+from forge_core.evaluations import compare
 from forge_core.gates import GateResult
-from forge_core.manifests import file_reader
 from forge_core.quantize_config import QuantizeGatesConfig
 from forge_core.settings import Settings
 
@@ -21,7 +18,7 @@ class PairedAccuracy(Settings):
     before: float
     after: float
     drop: float
-    drop_low: float  # 95 % interval of the drop, from the differences by problem
+    drop_low: float  # 95 % interval of the drop: paired bootstrap over problems
     drop_high: float
     num_lost: int  # right before, wrong after
     num_gained: int
@@ -35,31 +32,19 @@ class PairedAccuracy(Settings):
 
 
 def paired_accuracy(name: str, before: Manifest, after: Manifest) -> PairedAccuracy:
-    """Compare two evaluations problem by problem; raises ArtifactError when they are not of the same problems."""
-    first, second = _verdicts(before), _verdicts(after)
-    if first.keys() != second.keys():
-        raise ArtifactError(f"{before.uri} and {after.uri} are of different problems and cannot be compared")
-    pairs = [(first[problem], second[problem]) for problem in first]
-    differences = [int(one) - int(other) for one, other in pairs]
-    drop = statistics.fmean(differences)
-    # Of paired differences, which is narrower than that of two accuracies: most problems are easy or hard for both.
-    reach = 1.96 * statistics.stdev(differences) / math.sqrt(len(pairs)) if len(pairs) > 1 else 0.0
+    """Compare two evaluations problem by problem; raises ValueError when they are not of the same problems."""
+    found = compare(before, after)["accuracy"]
     return PairedAccuracy(
         name=name,
-        before=statistics.fmean(one for one, _ in pairs),
-        after=statistics.fmean(other for _, other in pairs),
-        drop=drop,
-        drop_low=drop - reach,
-        drop_high=drop + reach,
-        num_lost=differences.count(1),
-        num_gained=differences.count(-1),
-        num_examples=len(pairs),
+        before=found.mean_a,
+        after=found.mean_b,
+        drop=0 - found.difference,
+        drop_low=0 - found.high,
+        drop_high=0 - found.low,
+        num_lost=found.num_worse,
+        num_gained=found.num_better,
+        num_examples=found.n,
     )
-
-
-def _verdicts(evaluation: Manifest) -> dict[str, bool]:
-    rows = [json.loads(line) for line in file_reader(evaluation, "samples.jsonl")().splitlines()]
-    return {row["id"]: row["is_right"] for row in rows}
 
 
 def check_gates(

@@ -21,6 +21,9 @@ _LATEX_NOISE = re.compile(r"\\[,;!: ]|\\left|\\right|\\%|\\\$|[$]|\{,\}")
 _BRACE = re.compile(r"[{}]")
 _BOX = re.compile(r"\\boxed\s*\{")
 _ANSWER_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+_AFTER_HASHES = re.compile(r"####[ \t]*(\S[^\n]*)")
+# What may follow a number that is all of an answer: a percent or degree sign, or words, the names of units.
+_UNIT = re.compile(r"\s*(?:[%\u00b0]|(?!pi\b)[a-zA-Z]{2,})?(?:\s+[a-zA-Z.]+(?:\s*\^\s*\{?\d\}?)?)*[\s.]*")
 _PHRASE = re.compile(r"\banswer(?:\s+is)?\s*[:=]?\s*(?=\S)", re.IGNORECASE)
 
 
@@ -40,6 +43,11 @@ def after_hashes(text: str) -> str | None:
 
 def boxed(text: str) -> str | None:
     r"""The content of the last \boxed{...} whose braces are balanced."""
+    found = _boxes(text)
+    return found[-1] if found else None
+
+
+def _boxes(text: str) -> list[str]:
     ends: dict[int, int] = {}  # of the braces that are closed, by where they open
     opened: list[int] = []
     for brace in _BRACE.finditer(text):
@@ -47,11 +55,8 @@ def boxed(text: str) -> str | None:
             opened.append(brace.start())
         elif opened:
             ends[opened.pop()] = brace.start()
-    for box in reversed(list(_BOX.finditer(text))):
-        begin = box.end() - 1
-        if begin in ends:
-            return text[begin + 1 : ends[begin]].strip()
-    return None
+    begins = [box.end() - 1 for box in _BOX.finditer(text)]
+    return [text[begin + 1 : ends[begin]].strip() for begin in begins if begin in ends]
 
 
 def tagged(text: str) -> str | None:
@@ -81,6 +86,27 @@ def last_number(text: str) -> Fraction | None:
     return _value(found[-1]) if found else None
 
 
+def number(text: str) -> Fraction | None:
+    """The number that is the whole text, but for a unit behind it: "72 cm" is one, "(1, 2)" and "2^{10}" are not."""
+    text = strip_latex(text).strip()
+    found = _NUMBER.search(text)
+    if found is None or text[: found.start()].strip() or not _UNIT.fullmatch(text, found.end()):
+        return None
+    return _value(found.group())
+
+
+def key(text: str) -> str:
+    """The same text for answers that are the same: the number it is, or its words without their dress."""
+    value = number(text)
+    return _bare(text) if value is None else str(value)
+
+
+def all_declared(completion: str) -> set[str]:
+    r"""Keys of every answer given in a box that is closed or after `####`: more than one contradict each other."""
+    text = visible(completion)
+    return {key(found) for found in [*_boxes(text), *_AFTER_HASHES.findall(text)]}
+
+
 def strip_latex(text: str) -> str:
     r"""The text with \\frac{a}{b} as a/b and without the LaTeX that only dresses it."""
     if "\\" not in text and "$" not in text and "{" not in text:
@@ -91,11 +117,11 @@ def strip_latex(text: str) -> str:
 
 def same_text(one: str, other: str) -> bool:
     """Whether two answers are the same but for spaces, case, LaTeX dressing and a final full stop."""
+    return _bare(one) == _bare(other)
 
-    def bare(text: str) -> str:
-        return re.sub(r"\s+", "", strip_latex(text)).casefold().rstrip(".")
 
-    return bare(one) == bare(other)
+def _bare(text: str) -> str:
+    return re.sub(r"\s+", "", strip_latex(text)).casefold().rstrip(".")
 
 
 def _value(text: str) -> Fraction | None:

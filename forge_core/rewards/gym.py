@@ -8,6 +8,7 @@ import json
 import reasoning_gym as gym
 
 from forge_core.examples import Example
+from forge_core.rewards import answers
 
 
 def reasoning_gym(completion: str, example: Example) -> float:
@@ -17,9 +18,18 @@ def reasoning_gym(completion: str, example: Example) -> float:
         raise ValueError(
             f"example {example.id} does not come from the dataset reasoning_gym, so it has no task to score it"
         )
-    answer = gym.utils.extract_answer(completion) or completion.strip().rsplit("\n", 1)[-1]
+    answer = _answer(completion)
     scorer = _task(str(example.metadata["task"]), json.dumps(example.metadata["task_settings"]))
     return float(scorer.score_answer(answer=answer, entry=entry))
+
+
+def reasoning_gym_answer(completion: str, _example: Example) -> str | None:
+    """What the task's scorer is given, but for its dress; None for an empty completion."""
+    return answers.key(_answer(completion)) or None
+
+
+def _answer(completion: str) -> str:
+    return gym.utils.extract_answer(completion) or completion.strip().rsplit("\n", 1)[-1]
 
 
 @functools.cache

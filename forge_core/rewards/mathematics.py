@@ -22,8 +22,14 @@ def boxed(completion: str, example: Example) -> float:
         return 0.0
     if answers.same_text(found, gold):
         return 1.0
-    value = answers.first_number(gold) if _is_number(gold) else None
-    return float(value is not None and _is_number(found) and answers.first_number(found) == value)
+    value = answers.number(gold)
+    return float(value is not None and answers.number(found) == value)
+
+
+def boxed_answer(completion: str, _example: Example) -> str | None:
+    r"""What stands in the last \boxed{}, written alike where it is the same number or text."""
+    found = answers.boxed(answers.visible(completion))
+    return None if found is None else answers.key(found)
 
 
 def math(completion: str, example: Example) -> float | None:
@@ -40,6 +46,18 @@ def math(completion: str, example: Example) -> float | None:
     return float(bool(found) and verify(list(gold), found, timeout_seconds=None))  # pyrefly: ignore [bad-argument-type]
 
 
+def math_answer(completion: str, _example: Example) -> str | None:
+    """The expression that math-verify finds, as sympy writes it: decimals as fractions, of x = 1 the 1."""
+    from math_verify import parse
+    from sympy import Eq, Float, Rational
+
+    found = parse(answers.visible(completion), parsing_timeout=None)  # pyrefly: ignore [bad-argument-type]
+    if not found:
+        return None
+    value = found[0].rhs if isinstance(found[0], Eq) and found[0].lhs.is_Symbol else found[0]
+    return str(Rational(str(value)) if isinstance(value, Float) else value)
+
+
 @functools.lru_cache(maxsize=4096)
 def _parsed_gold(text: str) -> tuple:
     from math_verify import parse
@@ -53,9 +71,3 @@ def _gold(example: Example, reward: str) -> str:
         raise ValueError(f"example {example.id} has the answer {example.answer!r}; {reward} needs one")
     text = str(example.answer).strip()
     return answers.boxed(text) or answers.after_hashes(text) or text
-
-
-def _is_number(text: str) -> bool:
-    """Whether a text is a number with at most a unit behind it."""
-    bare = answers.strip_latex(text)
-    return bool(bare) and not bare.lstrip("+-(\u2212 .")[:1].isalpha() and answers.first_number(bare) is not None

@@ -19,12 +19,29 @@ def exact_number(completion: str, example: Example) -> float:
     return float(found is not None and found == _gold(example, "exact_number"))
 
 
+def exact_number_answer(completion: str, _example: Example) -> str | None:
+    """The number that `exact_number` compares."""
+    return _text(answers.last_number(answers.visible(completion)))
+
+
 def gsm8k(completion: str, example: Example, *, method: Literal["flexible", "strict"] = "flexible") -> float:
     r"""1 when the answer equals the example's, which may be given as GSM8K has it ("... #### 72").
 
     strict: the answer stands after `####`. flexible: it may also stand in \boxed{}, in <answer> tags, after "the answer
     is", or be the last number. Raises ValueError for another method, and for an example without a numeric answer.
     """
+    found = _given(completion, method)
+    return float(found is not None and found == _gold(example, "gsm8k"))
+
+
+def gsm8k_answer(
+    completion: str, _example: Example, *, method: Literal["flexible", "strict"] = "flexible"
+) -> str | None:
+    """The number that `gsm8k` compares."""
+    return _text(_given(completion, method))
+
+
+def _given(completion: str, method: str) -> Fraction | None:
     text = answers.visible(completion)
     match method:
         case "strict":
@@ -36,7 +53,11 @@ def gsm8k(completion: str, example: Example, *, method: Literal["flexible", "str
     found = None if declared is None else answers.first_number(declared)
     if found is None and method == "flexible":
         found = answers.last_number(text)
-    return float(found is not None and found == _gold(example, "gsm8k"))
+    return found
+
+
+def _text(number: Fraction | None) -> str | None:
+    return None if number is None else str(number)
 
 
 def _gold(example: Example, reward: str) -> Fraction:

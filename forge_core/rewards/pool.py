@@ -19,7 +19,7 @@ import subprocess
 import sys
 import time
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -45,13 +45,22 @@ class RewardValues:
     values: list[list[float]]  # [N][K]
     num_timeouts: int
     num_crashes: int
+    extracted: list[list[str | None]]  # [N][K], the answers found; None also where nothing was to be extracted
 
 
 class RewardPool:
     """Reward functions in worker processes, which stay warm between calls of `score`; `close` ends them."""
 
-    def __init__(self, rewards: Sequence[RewardConfig], *, num_workers: int | None = None) -> None:
+    def __init__(
+        self,
+        rewards: Sequence[RewardConfig],
+        *,
+        num_workers: int | None = None,
+        extractors: Mapping[str, str] | None = None,
+    ) -> None:
+        """`extractors` names, by the `fn` of a reward, the function that says what it takes for the answer."""
         self._rewards = tuple(rewards)
+        self._extractors = dict(extractors or {})
         self._num_workers = num_workers or min(MAX_WORKERS, len(os.sched_getaffinity(0)))
         self._selector = selectors.DefaultSelector()
         self._workers: list[_Worker] = []
@@ -84,12 +93,13 @@ class RewardPool:
         pending = deque((row, column) for row in range(len(rows)) for column in range(len(self._rewards)))
         num_wanted = min(self._num_workers, math.ceil(len(pending) / MAX_BATCH))
         values = [[math.nan] * len(self._rewards) for _ in rows]
+        extracted: list[list[str | None]] = [[None] * len(self._rewards) for _ in rows]
         failures: Counter[tuple[Failure, int]] = Counter()
         while pending or any(worker.calls for worker in self._workers):
             while pending and len(self._workers) < num_wanted:
                 self._start_worker()
             self._deal(pending, rows)
-            for worker, failure in self._listen(values):
+            for worker, failure in self._listen(values, extracted):
                 self._dismiss(worker, grace_seconds=EXIT_GRACE_SECONDS if failure == "crash" else 0)
                 if worker.calls:
                     row, column = worker.calls.popleft()
@@ -100,7 +110,7 @@ class RewardPool:
                     self._count_failed_start(worker, failure)
         self._require_an_end(failures, len(rows))
         num_timeouts = sum(count for (failure, _), count in failures.items() if failure == "timeout")
-        return RewardValues(values, num_timeouts, failures.total() - num_timeouts)
+        return RewardValues(values, num_timeouts, failures.total() - num_timeouts, extracted)
 
     def _deal(self, pending: deque[tuple[int, int]], rows: Sequence[tuple[str, Example]]) -> None:
         for worker in self._workers:
@@ -109,14 +119,16 @@ class RewardPool:
                 size = max(1, min(MAX_BATCH, len(pending) // (2 * self._num_workers)))
                 worker.take([pending.popleft() for _ in range(size)], rows)
 
-    def _listen(self, values: list[list[float]]) -> Iterator[tuple[_Worker, Failure]]:
-        """Wait for answers and note them in `values`; yields the workers that are lost."""
+    def _listen(
+        self, values: list[list[float]], extracted: list[list[str | None]]
+    ) -> Iterator[tuple[_Worker, Failure]]:
+        """Wait for answers and note them in `values` and `extracted`; yields the workers that are lost."""
         deadlines = {worker: worker.deadline(self._rewards) for worker in self._workers}
         soonest = min(deadlines.values())
         events = self._selector.select(None if soonest == math.inf else max(0.0, soonest - time.monotonic()))
         heard = [key.data for key, _ in events]
         for worker in heard:
-            if not worker.receive(values):
+            if not worker.receive(values, extracted):
                 yield worker, "crash"
             elif worker.is_ready:
                 self._failed_starts = 0
@@ -126,7 +138,7 @@ class RewardPool:
                 yield worker, "timeout"
 
     def _start_worker(self) -> None:
-        worker = _Worker(self._rewards)
+        worker = _Worker(self._rewards, self._extractors)
         self._selector.register(worker.channel, selectors.EVENT_READ, worker)
         self._workers.append(worker)
 
@@ -169,7 +181,7 @@ class RewardPool:
 class _Worker:
     """One worker process, the calls it has in hand, and when it was last heard of."""
 
-    def __init__(self, rewards: Sequence[RewardConfig]) -> None:
+    def __init__(self, rewards: Sequence[RewardConfig], extractors: Mapping[str, str]) -> None:
         self.channel, theirs = socket.socketpair()
         with theirs:
             # In the session of its owner: a signal to the group reaches both.
@@ -181,7 +193,8 @@ class _Worker:
         self.calls: deque[tuple[int, int]] = deque()
         self.is_ready = False
         self._unread = b""
-        self._send(json.dumps([reward.model_dump(mode="json", include={"fn", "kwargs"}) for reward in rewards]))
+        asked = [{"fn": one.fn, "kwargs": one.kwargs, "extractor": extractors.get(one.fn)} for one in rewards]
+        self._send(json.dumps(asked))
 
     @property
     def is_idle(self) -> bool:
@@ -195,8 +208,8 @@ class _Worker:
         examples = ",".join(rows[row][1].model_dump_json() for row, _ in calls)
         self._send(f"{texts}\n[{examples}]")
 
-    def receive(self, values: list[list[float]]) -> bool:
-        """Note the answers that have arrived in `values`; False when there is nobody to send any."""
+    def receive(self, values: list[list[float]], extracted: list[list[str | None]]) -> bool:
+        """Note the answers that have arrived; False when there is nobody to send any."""
         try:
             data = self.channel.recv(1 << 16)
         except ConnectionError:
@@ -210,6 +223,7 @@ class _Worker:
             else:
                 row, column = self.calls.popleft()
                 values[row][column] = math.nan if answer["value"] is None else answer["value"]
+                extracted[row][column] = answer["extracted"]
         self._since = time.monotonic()
         return bool(data)
 

@@ -2,9 +2,10 @@
 
     python -m forge_core.rewards.worker FD
 
-FD is one end of a socket pair that carries JSON, one value a line. The owner first sends the functions, answered by
-{"ready": true} once they are imported, then batches of two lines: calls [[function index, completion], ...] and their
-examples. Every call gets its answer as soon as it has one: {"value": number or null} or {"error": message}.
+FD is one end of a socket pair that carries JSON, one value a line. The owner first sends the functions, each with
+`extractor`, the one that says what it takes for the answer, or null. They are answered by {"ready": true} once they are
+imported. Then come batches of two lines: calls [[function index, completion], ...] and their examples. Every call gets
+its answer as soon as it has one: {"value": number or null, "extracted": text or null} or {"error": message}.
 
 Imports no torch, so that it starts fast.
 """
@@ -25,7 +26,7 @@ from collections.abc import Iterator
 from pydantic import TypeAdapter
 
 from forge_core.config import FunctionConfig
-from forge_core.examples import Example, Reward
+from forge_core.examples import Example, Extractor, Reward
 from forge_core.functions import load_function
 
 _EXAMPLES = TypeAdapter(list[Example])
@@ -46,25 +47,42 @@ def call_reward(fn: Reward, name: str, completion: str, example: Example) -> flo
     return float(value)
 
 
+def call_extractor(fn: Extractor, name: str, completion: str, example: Example) -> str | None:
+    """The answer in a completion. Raises ValueError naming function and example when it raises or returns no text."""
+    try:
+        text = fn(completion, example)
+    except Exception as error:
+        raise ValueError(f"{name} raised {error!r} on example {example.id}; fix the function") from error
+    if text is not None and not isinstance(text, str):
+        raise ValueError(f"{name} returned {text!r} for example {example.id}; let it return a text, or None for none")
+    return text
+
+
 def answers(requests: Iterator[bytes]) -> Iterator[dict]:
     """What is said to the owner: that the functions are there, then one answer for each call, in order."""
-    configs = [FunctionConfig.model_validate(config) for config in json.loads(next(requests))]
     functions = []
-    for config in configs:
+    for asked in json.loads(next(requests)):
+        name, extractor = asked["extractor"], None
+        config = FunctionConfig(fn=asked["fn"], kwargs=asked["kwargs"])
         try:
-            functions.append(load_function(config, "reward"))
+            reward = load_function(config, "reward")
+            if name is not None:
+                extractor = load_function(config.model_copy(update={"fn": name}), "reward")
         except Exception as error:
             yield {"error": f"reward {config.fn} cannot be imported: {error!r}; fix its module"}
             return
+        functions.append((config.fn, reward, name, extractor))
     yield {"ready": True}
     for calls, examples in zip(requests, requests, strict=False):
         for (index, completion), example in zip(json.loads(calls), _EXAMPLES.validate_json(examples), strict=True):
+            fn, reward, name, extractor = functions[index]
             try:
-                value = call_reward(functions[index], configs[index].fn, completion, example)
+                value = call_reward(reward, fn, completion, example)
+                extracted = call_extractor(extractor, name, completion, example) if extractor else None
             except ValueError as error:
                 yield {"error": str(error)}
                 return
-            yield {"value": None if math.isnan(value) else value}
+            yield {"value": None if math.isnan(value) else value, "extracted": extracted}
 
 
 def main() -> None:

@@ -1,23 +1,35 @@
-"""Stage `evaluate`: greedy accuracy and pass@k of a policy, by the generator and reward code that training uses."""
+"""Stage `evaluate`: how often a policy is right, by the generator and reward code that training uses.
+
+Every problem is answered greedily once and sampled `pass_k` times. The artifact has `samples.jsonl`, a line a problem
+with all its completions, and `report.json`: settings, metrics, accuracy by difficulty, and what is not there and why.
+"""
 
 from __future__ import annotations
 
-import json
+import logging
 import math
-import statistics
 from collections.abc import Sequence
+from itertools import islice
 
 from forge_core.artifacts import Manifest
 from forge_core.chat import encode_prompt
-from forge_core.config import RewardConfig, SamplingConfig
+from forge_core.config import RewardConfig
+from forge_core.difficulty import by_difficulty
+from forge_core.eval_config import EvalConfig
+from forge_core.evaluations import EvaluationReport
 from forge_core.examples import Example, read_examples
+from forge_core.functions import find_extractor
 from forge_core.generator import Completion
+from forge_core.graded import GradedCompletion, GradedProblem, Metrics, describe
 from forge_core.jobs import EvaluateJob
+from forge_core.rewards.answers import all_declared
 from forge_core.rewards.pool import RewardPool, RewardValues
 from forge_core.seeds import derive_seed
 from forge_core.stages.engine import engine_with
 from forge_core.stages.score import reward_pool
 from forge_core.stages.workspace import Stopwatch, Workspace
+
+logger = logging.getLogger(__name__)
 
 
 def run(job: EvaluateJob, workspace: Workspace) -> Manifest:
@@ -26,89 +38,114 @@ def run(job: EvaluateJob, workspace: Workspace) -> Manifest:
     with watch("load"):
         engine = engine_with(job, workspace)
         _, dataset_dir = workspace.fetch(job.dataset)
-        examples = read_examples(dataset_dir / "examples.jsonl")[: settings.num_examples]
+        examples = first_examples(read_examples(dataset_dir / "examples.jsonl"), settings)
+    extractor = find_extractor(settings.reward)
+    pool = _reward_pool(job, extractor, workspace)  # it imports the reward while the engine generates
+    prompts = [encode_prompt(engine.tokenizer, example.prompt, job.chat) for example in examples]
+    seeds = [derive_seed("evaluate", job.seed, place) for place in range(len(examples))]
+    with watch("generate"):
+        answers = engine.generator.generate(prompts, num_completions=1, sampling=settings.greedy, seeds=seeds)
+        samples = engine.generator.generate(
+            prompts, num_completions=settings.pass_k, sampling=settings.sampled, seeds=seeds
+        )
+    groups = [(answer, *attempts) for [answer], attempts in zip(answers, samples, strict=True)]
+    with watch("score"):
+        problems, scored = judge(examples, groups, pool)
+        report = report_on(problems, job, extractor)
+    workspace.injection.reach("work")
+    num_tokens = sum(len(one.token_ids) for group in groups for one in group)
+    with workspace.directory() as directory:
+        (directory / "samples.jsonl").write_text("".join(one.model_dump_json() + "\n" for one in problems))
+        (directory / "report.json").write_text(report.model_dump_json(indent=1) + "\n")
+        summary = tracked(report, scored)
+        summary["tokens_per_second/evaluate"] = num_tokens / watch.seconds["generate"]
+        return workspace.commit(job, directory, summary=summary, timings=watch.seconds)
+
+
+def first_examples(examples: Sequence[Example], settings: EvalConfig) -> Sequence[Example]:
+    """The problems of an evaluation; raises ValueError when there are too few."""
     if len(examples) < settings.num_examples:
         raise ValueError(
             f"evals.{settings.name}.num_examples is {settings.num_examples}, but the dataset holds {len(examples)}; "
             "lower it"
         )
-    pool = _reward_pool(job, workspace)  # it imports the reward while the engine generates
-    prompts = [encode_prompt(engine.tokenizer, example.prompt, job.chat) for example in examples]
-    seeds = [derive_seed("evaluate", job.seed, place) for place in range(len(examples))]
-    greedy = SamplingConfig(max_tokens=settings.max_tokens, temperature=0.0)
-    sampled = SamplingConfig(max_tokens=settings.max_tokens, temperature=settings.temperature)
-    with watch("generate"):
-        answers = engine.generator.generate(prompts, num_completions=1, sampling=greedy, seeds=seeds)
-        samples = engine.generator.generate(prompts, num_completions=settings.pass_k, sampling=sampled, seeds=seeds)
-    groups = [(answer, *attempts) for [answer], attempts in zip(answers, samples, strict=True)]
-    with watch("score"):
-        rows, scored = judge(examples, groups, pool)
-    workspace.injection.reach("work")
-    num_tokens = sum(len(one.token_ids) for group in groups for one in group)
-    with workspace.directory() as directory:
-        (directory / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        summary = describe(rows, scored, settings.name, settings.pass_k)
-        summary["tokens_per_second/evaluate"] = num_tokens / watch.seconds["generate"]
-        return workspace.commit(job, directory, summary=summary, timings=watch.seconds)
+    return examples[: settings.num_examples]
 
 
-def _reward_pool(job: EvaluateJob, workspace: Workspace) -> RewardPool:
+def _reward_pool(job: EvaluateJob, extractor: str | None, workspace: Workspace) -> RewardPool:
     reward, limit = job.evaluation.reward, job.evaluation.reward_timeout_seconds
     config = RewardConfig(fn=reward.fn, kwargs=reward.kwargs, timeout_seconds=limit)
-    return reward_pool(workspace, (config,), {reward.fn: job.source_sha256})
+    extractors = {} if extractor is None else {reward.fn: extractor}
+    return reward_pool(workspace, (config,), {reward.fn: job.source_sha256}, extractors)
 
 
 def judge(
     examples: Sequence[Example], groups: Sequence[tuple[Completion, ...]], pool: RewardPool
-) -> tuple[list[dict], RewardValues]:
-    """A row for each problem, whose completions are the greedy answer and the samples; what has no score is wrong."""
-    completions = [(one.text, example) for example, group in zip(examples, groups, strict=True) for one in group]
-    scored = pool.score(completions)
-    rewards = iter(scored.values)
-    rows = []
-    for example, (answer, *attempts) in zip(examples, groups, strict=True):
-        is_right, *are_right = [next(rewards) == [1.0] for _ in (answer, *attempts)]
-        rows.append(
-            {
-                "id": example.id,
-                "answer": example.answer,
-                "completion": answer.text,
-                "is_right": is_right,
-                "finish_reason": answer.finish_reason,
-                "num_tokens": len(answer.token_ids),
-                "num_right_of_k": sum(are_right),
-            }
+) -> tuple[list[GradedProblem], RewardValues]:
+    """Every problem graded, its completions being the greedy answer and the samples; what has no score is wrong."""
+    scored = pool.score([(one.text, example) for example, group in zip(examples, groups, strict=True) for one in group])
+    outcomes = zip(scored.values, scored.extracted, strict=True)
+    problems = []
+    for example, group in zip(examples, groups, strict=True):
+        answer, *samples = [
+            _graded(one, reward, extracted)
+            for one, ([reward], [extracted]) in zip(group, islice(outcomes, len(group)), strict=True)
+        ]
+        problems.append(
+            GradedProblem(
+                id=example.id,
+                answer=example.answer,
+                difficulty=example.metadata.get("difficulty"),
+                samples=tuple(samples),
+                **answer.model_dump(),
+            )
         )
-    return rows, scored
+    return problems, scored
 
 
-def describe(rows: list[dict], scored: RewardValues, name: str, k: int) -> dict[str, float]:
-    """Accuracy with its 95 % interval, pass@1 and pass@k under their tracking names, and how many rewards failed."""
-    low, high = wilson_interval(sum(row["is_right"] for row in rows), len(rows))
-    return {
-        f"eval/{name}/accuracy": statistics.fmean(row["is_right"] for row in rows),
-        f"eval/{name}/accuracy_low": low,
-        f"eval/{name}/accuracy_high": high,
-        f"eval/{name}/pass_at_1": statistics.fmean(pass_at_k(k, row["num_right_of_k"], 1) for row in rows),
-        f"eval/{name}/pass_at_{k}_of_{k}": statistics.fmean(pass_at_k(k, row["num_right_of_k"], k) for row in rows),
-        f"eval/{name}/completion_length": statistics.fmean(row["num_tokens"] for row in rows),
-        f"eval/{name}/truncated_fraction": statistics.fmean(row["finish_reason"] == "length" for row in rows),
-        f"eval/{name}/num_examples": len(rows),
-        f"eval/{name}/timeouts": scored.num_timeouts,
-        f"eval/{name}/crashes": scored.num_crashes,
-    }
+def _graded(completion: Completion, reward: float, extracted: str | None) -> GradedCompletion:
+    return GradedCompletion(
+        completion=completion.text,
+        is_right=reward == 1.0,
+        reward=None if math.isnan(reward) else reward,
+        extracted=extracted,
+        num_declared=len(all_declared(completion.text)),
+        finish_reason=completion.finish_reason,
+        num_tokens=len(completion.token_ids),
+    )
 
 
-def wilson_interval(num_right: int, count: int, z: float = 1.96) -> tuple[float, float]:
-    """Where the true accuracy lies with 95 % confidence (E. B. Wilson, 1927); never outside of [0, 1]."""
-    accuracy = num_right / count
-    centre = (accuracy + z**2 / (2 * count)) / (1 + z**2 / count)
-    reach = z / (1 + z**2 / count) * math.sqrt(accuracy * (1 - accuracy) / count + z**2 / (4 * count**2))
-    return max(0.0, centre - reach), min(1.0, centre + reach)
+def report_on(problems: Sequence[GradedProblem], job: EvaluateJob, extractor: str | None) -> EvaluationReport:
+    """Settings and metrics, with a note for everything that was asked for and is not there."""
+    settings, notes = job.evaluation, []
+    if extractor is None:
+        notes.append(
+            f"no majority@{settings.pass_k}: beside the reward {settings.reward.fn} there is no function "
+            f"{settings.reward.fn.rpartition(':')[2]}_answer that says what it takes for the answer"
+        )
+    for note in notes:
+        logger.info("evaluation %s has %s", settings.name, note)
+    return EvaluationReport(
+        name=settings.name,
+        policy=job.policy.digest,
+        dataset=job.dataset.digest,
+        num_examples=len(problems),
+        greedy=settings.greedy,
+        sampled=settings.sampled,
+        num_samples=settings.pass_k,
+        seed=job.seed,
+        chat=job.chat,
+        reward=settings.reward,
+        extractor=extractor,
+        metrics=describe(problems, votes=extractor is not None),
+        difficulty=by_difficulty(problems),
+        notes=tuple(notes),
+    )
 
 
-def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
-    """Unbiased chance that one of k draws is right, 1 - C(n - c, k) / C(n, k) (arXiv:2107.03374); needs n >= k."""
-    if num_samples < k:
-        raise ValueError(f"pass@{k} needs at least {k} samples, there are {num_samples}")
-    return 1 - math.comb(num_samples - num_right, k) / math.comb(num_samples, k)
+def tracked(report: EvaluationReport, scored: RewardValues) -> Metrics:
+    """The numbers of a report under their tracking names, and how many rewards failed."""
+    found = report.metrics | {"timeouts": scored.num_timeouts, "crashes": scored.num_crashes}
+    for one in report.difficulty:
+        found |= one.metrics
+    return {f"eval/{report.name}/{name}": value for name, value in found.items()}

@@ -106,15 +106,20 @@ def kl_penalties(rollouts: Rollouts, reference: Tensor, estimator: Estimator) ->
     return torch.zeros(len(rollouts)).index_add(0, owner, per_token)
 
 
-def reward_pool(workspace: Workspace, rewards: tuple[RewardConfig, ...], sources: dict[str, str]) -> RewardPool:
+def reward_pool(
+    workspace: Workspace,
+    rewards: tuple[RewardConfig, ...],
+    sources: dict[str, str],
+    extractors: dict[str, str] | None = None,
+) -> RewardPool:
     """Worker processes for these functions: the warm ones if they hold the same sources, else new ones."""
     held: tuple[object, RewardPool] | None = workspace.held.get("rewards")
     if held is not None:
-        if held[0] == (rewards, sources):
+        if held[0] == (rewards, sources, extractors):
             return held[1]
         held[1].close()
-    pool = RewardPool(rewards)
-    workspace.held["rewards"] = ((rewards, sources), pool)
+    pool = RewardPool(rewards, extractors=extractors)
+    workspace.held["rewards"] = ((rewards, sources, extractors), pool)
     return pool
 
 

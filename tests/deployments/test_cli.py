@@ -29,6 +29,10 @@ from tests.stored_runs import store_run
 
 REPO = Path(__file__).parents[2]
 NUM_PROBLEMS = 50
+COMMANDS = (
+    *("doctor", "run", "status", "compare", "eval-harness"),
+    *("lineage", "publish", "rollback", "history", "gc"),
+)
 
 
 @pytest.fixture(autouse=True)
@@ -83,7 +87,7 @@ def test_help_and_completion_import_neither_prefect_nor_mlflow_nor_torch():
     )
     done = subprocess.run([sys.executable, "-c", program], cwd=REPO, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    for command in ("doctor", "run", "status", "compare", "lineage", "publish", "rollback", "history", "gc"):
+    for command in COMMANDS:
         assert f" {command} " in done.stdout
 
 
@@ -132,9 +136,27 @@ def test_compare_pairs_the_newest_policies_and_writes_a_plot(tmp_path: Path):
     assert "a is better" in shown
     assert plot.read_bytes().startswith(b"\x89PNG")
     found = json.loads(forge("compare", second.run_uri, first.run_uri, "--plot", str(plot), "--json"))
-    assert found["evaluations"]["heldout"]["difference"] == pytest.approx(0.4)
-    assert found["evaluations"]["heldout"]["low"] > 0
+    accuracy = found["evaluations"]["heldout"]["accuracy"]
+    assert accuracy["difference"] == pytest.approx(0.4)
+    assert accuracy["low"] > 0
+    assert (accuracy["num_better"], accuracy["num_worse"]) == (20, 0)
+    assert accuracy["p_value"] == pytest.approx(2 / 2**20)
     assert found["curves"] == {"reward/mean": [[0.5, 0.5, 0.5], [0.5, 0.5, 0.5]]}
+
+
+def test_compare_takes_policies_and_says_which_settings_differ(tmp_path: Path):
+    config = tiny_config(str(tmp_path))
+    first = stored_run(tmp_path, "first", num_right=40)
+    longer = config.evals[0].model_copy(update={"max_tokens": 5})
+    second = stored_run(tmp_path, "second", num_right=20, evals=(longer,))
+    plot = ("--plot", str(tmp_path / "both.png"))
+    shown = forge("compare", f"{first.run_uri}/policies/v0004", second.run_uri, *plot)
+    assert "evaluation.max_tokens (4 there, 5 here)" in shown
+    same = json.loads(forge("compare", f"{first.run_uri}/policies/v0004", first.run_uri, *plot, "--json"))
+    assert same["evaluations"]["heldout"]["accuracy"]["difference"] == 0
+    assert same["curves"] == {}
+    with pytest.raises(ValueError, match="has no evaluation of v0001; it has v0004/heldout"):
+        forge("compare", f"{first.run_uri}/policies/v0001", second.run_uri, *plot)
 
 
 def test_a_difference_whose_interval_holds_zero_is_none():

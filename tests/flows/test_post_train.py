@@ -61,7 +61,9 @@ def test_a_deployment_run_trains_publishes_and_tracks_and_a_second_one_changes_n
     worker: Service, seaweed_s3: str, tmp_path: Path
 ):
     config = tiny_config(f"{seaweed_s3}/flows")
-    config = config.model_copy(update={"grpo": config.grpo.model_copy(update={"num_iterations": NUM_ITERATIONS})})
+    grpo = config.grpo.model_copy(update={"num_iterations": NUM_ITERATIONS, "evaluate_every": 1})
+    few = config.evals[0].model_copy(update={"name": "few", "num_examples": 5})
+    config = config.model_copy(update={"grpo": grpo, "evals": (*config.evals, few)})
     plan = Plan(config, RUN_ID)
 
     first = run_deployment(config)
@@ -82,7 +84,8 @@ def test_a_deployment_run_trains_publishes_and_tracks_and_a_second_one_changes_n
     assert parent.data.params["grpo.group_size"] == "4"
     rewards = history(parent, "reward/mean")
     assert [step for step, _ in rewards] == list(range(NUM_ITERATIONS))
-    assert [step for step, _ in history(parent, "eval/heldout/accuracy")] == [-1, 0, NUM_ITERATIONS]
+    for name in ("heldout", "few"):  # before SFT, after it, and after every iteration
+        assert [step for step, _ in history(parent, f"eval/{name}/accuracy")] == [-1, 0, *range(1, NUM_ITERATIONS + 1)]
     names = sorted(parent.data.metrics)
     assert not [(a, b) for a in names for b in names if b.startswith(f"{a}/")], "a metric is the path prefix of another"
     stored = {file.path for file in mlflow.MlflowClient().list_artifacts(parent.info.run_id)}
@@ -102,6 +105,7 @@ def test_a_deployment_run_trains_publishes_and_tracks_and_a_second_one_changes_n
     assert again.info.run_id == parent.info.run_id
     assert len(children_again) == len(children)
     assert history(again, "reward/mean") == rewards
+    assert [step for step, _ in history(again, "eval/few/accuracy")] == [-1, 0, *range(1, NUM_ITERATIONS + 1)]
     version_again = mlflow.MlflowClient().get_model_version_by_alias(config.name, "challenger")
     assert version_again.version == version.version
 

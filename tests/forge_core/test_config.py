@@ -59,6 +59,7 @@ def refuse(changes: dict, message: str) -> None:
         ({"grpo": {"overlong": {"buffer_tokens": 32}}}, r"overlong.buffer_tokens is 32, more than .* \(16\)"),
         ({"trainer": {"dtype": "float16"}}, r"trainer.dtype\s+Input should be 'auto', 'float32' or 'bfloat16'"),
         ({"grpo": {"rewards": [{"fn": "exact_number", "timeout_seconds": 0}]}}, r"timeout_seconds\s+.* greater than 0"),
+        ({"evals": [{"name": "a"}, {"name": "b"}, {"name": "a"}]}, r"two evaluations are named a; give each its own"),
         ({"evals": [{"reward_timeout_seconds": -1}]}, r"reward_timeout_seconds\s+Input should be greater than 0"),
         (
             {"grpo": {"rewards": [{"fn": "exact_number", "gate": "boxed"}]}},

@@ -18,7 +18,9 @@ from tests.pipeline import tiny_config
 
 
 def difference(low: float) -> PairedDifference:
-    return PairedDifference(mean_a=0.5, mean_b=0.5, difference=0.0, low=low, high=-low, n=100)
+    return PairedDifference(
+        mean_a=0.5, mean_b=0.5, difference=0.0, low=low, high=-low, n=100, num_better=0, num_worse=0, p_value=1.0
+    )
 
 
 def evaluation(tmp_path: Path, name: str, right: dict[str, bool]) -> Manifest:
@@ -94,7 +96,7 @@ def test_a_paired_difference_knows_less_than_its_parts_vary():
 def test_two_evaluations_are_paired_by_problem_and_not_by_place(tmp_path: Path):
     first = evaluation(tmp_path, "first", {"a": True, "b": False, "c": True})
     second = evaluation(tmp_path, "second", {"c": True, "a": True, "b": False})
-    found = compare(first, second)
+    found = compare(first, second)["accuracy"]
     assert (found.difference, found.low, found.high) == (0, 0, 0)
 
 

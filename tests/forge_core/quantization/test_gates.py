@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from forge_core import artifacts
-from forge_core.artifacts import ArtifactError, Manifest
+from forge_core.artifacts import Manifest
 from forge_core.gates import failures
 from forge_core.quantization.gates import check_gates, paired_accuracy
 from forge_core.quantize_config import QuantizeGatesConfig
@@ -40,13 +40,14 @@ def test_accuracies_are_compared_problem_by_problem(tmp_path: Path):
     found = paired_accuracy("heldout", before, after)
     assert (found.before, found.after, found.drop) == (0.75, 0.5, 0.25)
     assert (found.num_lost, found.num_gained) == (2, 1)
-    # differences 1, 1, -1, 0: variance (0.75^2 + 0.75^2 + 1.25^2 + 0.25^2) / 3 = 0.9167
-    assert found.drop_high == pytest.approx(0.25 + 1.96 * (0.916667 / 4) ** 0.5, abs=1e-5)
+    # Four draws of 1, 1, -1, 0: all are 1 in 1/16 of the cases, more than 2.5 %. Their mean is below -0.5 in 5/256,
+    # less than 2.5 %, and at most -0.5 in 19/256.
+    assert (found.drop_low, found.drop_high) == (-0.5, 1.0)
 
 
 def test_evaluations_of_different_problems_are_not_compared(tmp_path: Path):
     before, after = evaluation(tmp_path, "before", {"a": True}), evaluation(tmp_path, "after", {"b": True})
-    with pytest.raises(ArtifactError, match="different problems"):
+    with pytest.raises(ValueError, match="do not have the same problems"):
         paired_accuracy("heldout", before, after)
 
 
@@ -55,7 +56,7 @@ def test_evaluations_of_different_problems_are_not_compared(tmp_path: Path):
     [
         (2, {}, {}, []),  # 2 of 100 is the bound itself
         (3, {}, {}, ["accuracy drop on heldout is 0.03, above 0.02"]),
-        (2, {"require_confidence": True}, {}, ["upper end of the accuracy drop on heldout is 0.04758, above 0.02"]),
+        (2, {"require_confidence": True}, {}, ["upper end of the accuracy drop on heldout is 0.05, above 0.02"]),
         (0, {}, {"quantize/mae": 0.01}, ["quantize/mae is 0.01, above 0.01"]),
         (0, {}, {"quantize/zero_point_drift/max": 0.06}, ["quantize/zero_point_drift/max is 0.06, above 0.05"]),
         (0, {"max_drift": 0.1}, {"quantize/zero_point_drift/max": 0.06}, []),

@@ -100,6 +100,12 @@ BOXED = [
     ("\\boxed{}", "7", 0),
     ("7", "7", 0),
     ("\\boxed{17}", "7", 0),
+    ("\\boxed{(1, 2)}", "(1, 3)", 0),  # all of it counts, not its first number
+    ("\\boxed{2^{10}}", "2^{11}", 0),
+    ("\\boxed{3:45}", "3:50", 0),
+    ("\\boxed{2x+3}", "2x+1", 0),
+    ("\\boxed{7\\text{ cm}^2}", "7", 1),
+    ("\\boxed{50\\%}", "50", 1),
     ("\\boxed{Paris}", "paris", 1),
     ("\\boxed{A}", "\\boxed{A}", 1),
     ("\\boxed{x5}", "5", 0),

@@ -13,13 +13,10 @@ from forge_core import artifacts
 from forge_core.artifacts import Ref
 from forge_core.config import FunctionConfig, OverlongConfig, RewardConfig
 from forge_core.examples import Example, Message
-from forge_core.generator import Completion
 from forge_core.jobs import ScoreJob
 from forge_core.rewards.overlong import overlong_penalties
-from forge_core.rewards.pool import RewardPool
 from forge_core.rollouts import Rollouts, RolloutTexts, Scores
-from forge_core.stages import evaluate, rollout, score
-from forge_core.stages.evaluate import judge, pass_at_k
+from forge_core.stages import rollout, score
 from forge_core.stages.score import describe
 from forge_core.stages.workspace import Workspace
 from forge_core.update_config import KlConfig
@@ -114,20 +111,6 @@ def test_workers_stay_warm_between_jobs_until_the_source_of_a_reward_changes(sco
     assert pids_after(score_job("c", "3", "2", source="2")) != first
 
 
-def test_an_evaluation_counts_a_completion_whose_reward_hangs_as_wrong():
-    groups = [
-        tuple(Completion((1, 2), (0.0, 0.0), "stop", text) for text in texts)
-        for texts in (("2", "2", "loop"), ("loop", "2", "3"))
-    ]
-    pool = RewardPool([RewardConfig(fn="mine:reward", timeout_seconds=2)], num_workers=1)
-    judged, scored = judge([EXAMPLE, EXAMPLE], groups, pool)
-    pool.close()
-    assert [(row["is_right"], row["num_right_of_k"]) for row in judged] == [(True, 1), (False, 1)]
-    summary = evaluate.describe(judged, scored, "heldout", 2)
-    assert (summary["eval/heldout/accuracy"], summary["eval/heldout/timeouts"]) == (0.5, 2)
-    assert (summary["eval/heldout/pass_at_1"], summary["eval/heldout/crashes"]) == (0.5, 0)
-
-
 def test_what_could_not_be_scored_is_counted_and_in_no_mean():
     scores = Scores(
         rewards=torch.tensor([[1.0], [0.0], [math.nan], [1.0]]),
@@ -139,12 +122,6 @@ def test_what_could_not_be_scored_is_counted_and_in_no_mean():
     assert summary["reward/mean"] == pytest.approx(2 / 3)  # of the three that could be scored
     assert summary["reward/unscored"] == 1
     assert summary["reward_by_function/reward"] == pytest.approx(2 / 3)
-
-
-def test_pass_at_k_counts_draws_without_replacement():
-    assert [pass_at_k(4, 1, k) for k in (1, 2, 4)] == [0.25, 0.5, 1.0]
-    with pytest.raises(ValueError, match="at least 5 samples"):
-        pass_at_k(4, 1, 5)
 
 
 def compared(
@@ -172,12 +149,6 @@ def compared(
         # Prompts differ as well, and must not count.
         reference = -torch.tensor(distance).repeat_interleave(torch.tensor(lengths) + 1)
     return score.compare(rollouts_of(lengths, finish), torch.tensor(rewards)[:, None], job, reference)
-
-
-def test_an_accuracy_has_an_interval_that_is_wide_for_few_problems_and_stays_between_0_and_1():
-    assert evaluate.wilson_interval(50, 100) == pytest.approx((0.4038, 0.5962), abs=1e-4)
-    assert evaluate.wilson_interval(0, 20) == pytest.approx((0, 0.1611), abs=1e-4)
-    assert evaluate.wilson_interval(20, 20) == pytest.approx((0.8389, 1), abs=1e-4)
 
 
 def rollouts_of(lengths: list[int], finish: list[str] | None = None) -> Rollouts:
