@@ -15,13 +15,14 @@ from forge_core.config import GrpoRunConfig, RunConfig
 from forge_core.faults import faults_for
 from forge_core.jobs import StageJob
 from forge_core.reuse import reuse
-from forge_core.stages.process import StageError, StageProcess
+from forge_core.stages.process import PRELOAD, StageError, StageProcess
 from tasks.failures import FailureClass, failure_class, is_retried, stopped
+from tasks.placement import Placement
+from tasks.stage_runs import Log
 
 # As written by forge_core.stages; libraries write what they like.
 _LOG_LINE = re.compile(r"(?P<level>DEBUG|INFO|WARNING|ERROR|CRITICAL) (?P<name>[\w./]+): (?P<message>.*)")
 
-Log = logging.Logger | logging.LoggerAdapter
 _current: ContextVar[StageProcesses] = ContextVar("stage_processes")
 
 
@@ -31,6 +32,7 @@ class StageProcesses:
     def __init__(self, config: RunConfig, logger: Log) -> None:
         self._config = config
         self._logger = logger
+        self.placement = Placement(config.placement, logger)
         self._warm: dict[str, StageProcess] = {}
         self._failures: Counter[tuple[str, FailureClass]] = Counter()
         self._halvings: Counter[str] = Counter()  # by role, for the rest of the run: what was too much once is again
@@ -47,10 +49,7 @@ class StageProcesses:
         return self._make(job)
 
     def _make(self, job: StageJob) -> Manifest:
-        """Run a job in the process of its role; a process that does not stay warm ends with its job."""
-        process = self._warm.pop(job.role, None)
-        if process is None or not process.is_alive:
-            process = self._start(job.role)
+        """Run a job in the pools of its stage, or here in the process of its role."""
         given = job.model_copy(
             update={
                 "memory_halvings": max(job.memory_halvings, self._halvings[job.role]),
@@ -58,11 +57,19 @@ class StageProcesses:
             }
         )
         limit = getattr(self._config.time_limits, job.stage)
+        run = self.placement.run if self.placement.pools(job.stage) else self._run_here
         try:
-            manifest = process.run(given, timeout_seconds=limit)  # ends the process when it fails
+            return run(given, limit)
         except StageError as error:
             self._decide(job, error)
             raise
+
+    def _run_here(self, job: StageJob, limit: float) -> Manifest:
+        """Run a job in the process of its role; a process that does not stay warm ends with its job."""
+        process = self._warm.pop(job.role, None)
+        if process is None or not process.is_alive:
+            process = self._start(job.role)
+        manifest = process.run(job, timeout_seconds=limit)  # ends the process when it fails
         if self._stays_warm(job.role):
             self._warm[job.role] = process
         else:
@@ -91,8 +98,14 @@ class StageProcesses:
         return self._warm[role]
 
     def start_all(self) -> None:
-        """Start the warm processes side by side, so that their imports overlap."""
+        """Start the warm processes side by side, so that their imports overlap.
+
+        Where stages of a role are placed elsewhere, its process starts when it gets a job, if it ever does.
+        """
+        self.placement.check()
         for role in ("scorer", "generator", "trainer", "reference"):
+            if any(self.placement.pools(stage) for stage in PRELOAD[role]):
+                continue
             if self._stays_warm(role) and (role != "reference" or self._reference_runs_on in ("own", "cpu")):
                 self._warm[role] = self._start(role)
 
@@ -154,6 +167,20 @@ def stage_processes(config: RunConfig, logger: Log) -> Iterator[StageProcesses]:
     finally:
         _current.reset(token)
         processes.close()
+
+
+def run_alone(job: StageJob, time_limit_seconds: float, logger: Log) -> Manifest:
+    """The job's output, made in a stage process that starts for it and ends with it. Raises StageError."""
+    is_on_cpu = getattr(job, "runs_on", "own") == "cpu"
+    process = StageProcess(
+        job.role,
+        num_ranks=job.trainer.num_ranks if hasattr(job, "trainer") else 1,
+        on_line=stage_log(job.role, logger),
+        environment={"CUDA_VISIBLE_DEVICES": ""} if is_on_cpu else {},
+    )
+    manifest = process.run(job, timeout_seconds=time_limit_seconds)
+    process.finish(time_limit_seconds)
+    return manifest
 
 
 def run_in_stage_process(job: StageJob) -> Manifest:
