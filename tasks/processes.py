@@ -176,6 +176,7 @@ def run_alone(job: StageJob, time_limit_seconds: float, logger: Log) -> Manifest
         job.role,
         num_ranks=job.trainer.num_ranks if hasattr(job, "trainer") else 1,
         on_line=stage_log(job.role, logger),
+        preload=False,  # of its role it does this one stage
         environment={"CUDA_VISIBLE_DEVICES": ""} if is_on_cpu else {},
     )
     manifest = process.run(job, timeout_seconds=time_limit_seconds)

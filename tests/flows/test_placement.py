@@ -51,6 +51,7 @@ def workers(
             deploy_stage(pool)
             home = tmp_path_factory.mktemp(pool)
             env = object_stores.s3_env(seaweed_server.url) | {"HOME": str(home), "TMPDIR": str(home)}
+            env["PREFECT_WORKER_QUERY_SECONDS"] = "2"  # two workers that ask each second block the server's SQLite
             started[pool] = services.start_worker(pool, home, prefect_server.url, env=env)
         wait_ready(*started.values())
         yield started
