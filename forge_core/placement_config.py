@@ -19,11 +19,14 @@ PoolState = Literal["ready", "paused", "full", "without a worker"]
 
 
 class PlacementConfig(Settings):
-    """Stages that are sent to work pools; the others run where the flow does."""
+    """Stages that are sent to work pools, the others run where the flow does; and how many replicas share a rollout."""
 
     pools: dict[str, tuple[str, ...]] = Field(
         default_factory=dict,
         description="Work pools by stage, the first choice first, e.g. {rollout: [spot, reserved], score: [cpu]}",
+    )
+    rollout_shards: int = Field(
+        1, ge=1, description="Parts that a rollout set is sampled in, at once where `rollout` is in pools"
     )
     redirect_after_seconds: float = Field(
         60.0,

@@ -7,6 +7,7 @@ that was lost finds its stage again, by the job.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import FlowRun, StateType
@@ -29,7 +30,8 @@ class Placement:
     """The stages of one run in work pools, and how often one went to another pool than it was meant for."""
 
     def __init__(self, config: PlacementConfig, logger: Log) -> None:
-        self._config, self._logger = config, logger
+        self.redirect_after_seconds, self.logger = config.redirect_after_seconds, logger
+        self._pools = config.pools
         self._passed_over: set[str] = set()  # pools that had their time and have not been ready since
         self.redirects = 0
         self.rows: list[dict[str, str | float]] = []  # one for each flow run, for people
@@ -37,11 +39,11 @@ class Placement:
 
     def pools(self, stage: str) -> tuple[str, ...]:
         """The pools of a stage, none when it runs where the flow does."""
-        return self._config.pools.get(stage, ())
+        return self._pools.get(stage, ())
 
     def check(self) -> None:
         """Raise ValueError when a pool has no deployment for stages."""
-        wanted = {pool: stage for stage, pools in self._config.pools.items() for pool in pools}
+        wanted = {pool: stage for stage, pools in self._pools.items() for pool in pools}
         if not wanted:
             return
         with get_client(sync_client=True) as client:
@@ -54,37 +56,31 @@ class Placement:
                         f"stage/{pool}; create it (`make stages POOLS={pool}`) or name another pool"
                     ) from None
 
-    def run(self, job: StageJob, time_limit_seconds: float) -> Manifest:
-        """The job's output, made by a flow run in one of its pools; one that is on its way already is adopted.
+    def run(self, jobs: Sequence[StageJob], time_limit_seconds: float) -> list[Manifest | StageError]:
+        """What became of each job, all of them in their pools at once; one that is on its way already is adopted.
 
-        Raises StageError as a stage process of this machine does. When this process is told to end, the flow run is
-        cancelled; when it is killed, the flow run goes on and the next attempt finds it.
+        When this process is told to end, the flow runs are cancelled; when it is killed, they go on, and the next
+        attempt finds them.
         """
+        placed: list[_PlacedJob] = []
         with get_client(sync_client=True) as client:
-            runs = StageRuns(client, job, self._logger)
-            child = self._adopt(runs, job) or self._submit(runs, job, time_limit_seconds)
             try:
-                while not self._is_taken(runs, child):
-                    child = self._redirect(runs, job, child, time_limit_seconds)
-                child = _ended(runs, job, child, time_limit_seconds)
+                for job in jobs:
+                    placed.append(_PlacedJob(self, StageRuns(client, job, self.logger), job, time_limit_seconds))
+                while not all(one.poll() for one in placed):
+                    time.sleep(POLL_SECONDS)
             except BaseException as error:
                 if not isinstance(error, Exception):  # a signal, by which Prefect and people cancel a run
-                    runs.cancel(child)
+                    for one in placed:
+                        one.cancel()
                 raise
-        self._note(child)
-        self.last = _outcome(job, child)
-        return self.last
+        outcomes = [one.outcome for one in placed if one.outcome is not None]
+        self.last = next((made for made in reversed(outcomes) if isinstance(made, Manifest)), self.last)
+        return outcomes
 
-    def _adopt(self, runs: StageRuns, job: StageJob) -> FlowRun | None:
-        for child in runs.known():
-            if child.state and not (child.state.is_final() or child.state.is_cancelling()):
-                self._logger.info("%s: found again in pool %s, flow run %s", job.label, pool_of(child), child.id)
-                return child
-        return None
-
-    def _submit(self, runs: StageRuns, job: StageJob, time_limit_seconds: float) -> FlowRun:
-        """A new flow run, in the pool whose turn it is."""
-        earlier, pools = runs.known(), self.pools(job.stage)
+    def pool_for(self, runs: StageRuns, job: StageJob, earlier: Sequence[FlowRun]) -> str:
+        """The pool for a new flow run of a job, after those that there have been, the newest first."""
+        pools = self.pools(job.stage)
         states = runs.pool_states(pools)
         self._passed_over = {pool for pool in self._passed_over if states.get(pool) != "ready"}
         wanted, why = pools[0], f"it is {states[pools[0]]}"
@@ -93,42 +89,29 @@ class Placement:
             wanted, why = pool_of(earlier[0]), "its flow run crashed"
             pool = choose_after(wanted, pools, states) or pool
         if pool != wanted:
-            self._count_redirect(job, wanted, pool, why)
-        return runs.create(pool, attempt=len(earlier), time_limit_seconds=time_limit_seconds)
+            self.count_redirect(job, wanted, pool, why)
+        return pool
 
-    def _is_taken(self, runs: StageRuns, child: FlowRun) -> bool:
-        """Whether a worker takes the flow run in time. How long that one needs to start it is another matter."""
-        deadline = time.monotonic() + self._config.redirect_after_seconds
-        while True:
-            state = runs.read(child).state
-            if state and state.type != StateType.SCHEDULED:
-                return True
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(POLL_SECONDS)
-
-    def _redirect(self, runs: StageRuns, job: StageJob, child: FlowRun, time_limit_seconds: float) -> FlowRun:
-        """The job's flow run in the next pool that is ready; the same one when none is, or when it has ended."""
-        current, pools = pool_of(child), self.pools(job.stage)
+    def pool_instead(self, runs: StageRuns, job: StageJob, current: str) -> str | None:
+        """The pool for a job that nobody has taken in this one; None when it has to wait on."""
+        pools = self.pools(job.stage)
         states = runs.pool_states({current, *pools})
         pool = choose_after(current, pools, states)
-        why = f"not taken in {self._config.redirect_after_seconds:g} s (the pool is {states[current]})"
+        why = f"not taken in {self.redirect_after_seconds:g} s (the pool is {states[current]})"
         if pool is None:
-            self._logger.warning("%s in pool %s: %s; no other pool of its list is ready", job.label, current, why)
-            return child
-        self._passed_over.add(current)
-        child = runs.cancel(child)
-        if child.state and not (child.state.is_cancelled() or child.state.is_cancelling()):
-            return child
-        self._note(child)
-        self._count_redirect(job, current, pool, why)
-        return runs.create(pool, attempt=len(runs.known()), time_limit_seconds=time_limit_seconds)
+            self.logger.warning("%s in pool %s: %s; no other pool of its list is ready", job.label, current, why)
+        else:
+            self._passed_over.add(current)
+            self.count_redirect(job, current, pool, why)
+        return pool
 
-    def _count_redirect(self, job: StageJob, pool: str, other: str, why: str) -> None:
+    def count_redirect(self, job: StageJob, pool: str, other: str, why: str) -> None:
+        """A job goes to another pool than it was meant for."""
         self.redirects += 1
-        self._logger.warning("%s goes from pool %s to pool %s: %s", job.label, pool, other, why)
+        self.logger.warning("%s goes from pool %s to pool %s: %s", job.label, pool, other, why)
 
-    def _note(self, child: FlowRun) -> None:
+    def note(self, child: FlowRun) -> None:
+        """Keep what is told about a flow run that has ended."""
         self.rows.append(
             {
                 "stage": child.name,
@@ -141,34 +124,83 @@ class Placement:
         )
 
 
-def _ended(runs: StageRuns, job: StageJob, child: FlowRun, time_limit_seconds: float) -> FlowRun:
-    """The flow run once it has come to an end, however that is. Raises StageError when it never does."""
-    deadline = time.monotonic() + LOST_AFTER_LIMITS * time_limit_seconds + LOST_AFTER_SECONDS
-    child = runs.read(child)
-    while not (child.state and child.state.is_final()):
-        if time.monotonic() > deadline:
-            runs.cancel(child)
-            raise StageError(job.stage, "timeout", f"flow run {child.id} in pool {pool_of(child)} does not end")
-        time.sleep(POLL_SECONDS)
-        child = runs.read(child)
-    return child
+class _PlacedJob:
+    """A job on its way: its flow run, and what has become of it once that has ended."""
+
+    def __init__(self, placement: Placement, runs: StageRuns, job: StageJob, time_limit_seconds: float) -> None:
+        self._placement, self._runs, self._job, self._limit = placement, runs, job, time_limit_seconds
+        self.outcome: Manifest | StageError | None = None
+        earlier = runs.known()
+        adopted = next((child for child in earlier if _is_on_its_way(child)), None)
+        if adopted is not None:
+            where = pool_of(adopted)
+            placement.logger.info("%s: found again in pool %s, flow run %s", job.label, where, adopted.id)
+            self._follow(adopted)
+        else:
+            self._start_in(placement.pool_for(runs, job, earlier), attempt=len(earlier))
+
+    def poll(self) -> bool:
+        """Whether the flow run has ended; `outcome` then says how. One that nobody takes moves on to another pool."""
+        if self.outcome is not None:
+            return True
+        self._child = self._runs.read(self._child)
+        state = self._child.state
+        assert state is not None
+        if state.is_final():
+            self._placement.note(self._child)
+            self.outcome = _outcome(self._job, self._child)
+        elif state.type == StateType.SCHEDULED:
+            if time.monotonic() > self._deadline:
+                self._redirect()
+        elif not self._is_taken:  # how long its worker needs to start it is another matter
+            self._is_taken = True
+            self._deadline = time.monotonic() + LOST_AFTER_LIMITS * self._limit + LOST_AFTER_SECONDS
+        elif time.monotonic() > self._deadline:
+            self.cancel()
+            where = f"flow run {self._child.id} in pool {pool_of(self._child)}"
+            self.outcome = StageError(self._job.stage, "timeout", f"{where} does not end")
+        return self.outcome is not None
+
+    def cancel(self) -> None:
+        """Ask for the end of the flow run."""
+        if self.outcome is None:
+            self._child = self._runs.cancel(self._child)
+
+    def _redirect(self) -> None:
+        pool = self._placement.pool_instead(self._runs, self._job, pool_of(self._child))
+        if pool is None:
+            self._follow(self._child)
+            return
+        self.cancel()
+        if not _is_on_its_way(self._child):
+            self._placement.note(self._child)
+            self._start_in(pool, attempt=len(self._runs.known()))
+
+    def _start_in(self, pool: str, attempt: int) -> None:
+        self._follow(self._runs.create(pool, attempt=attempt, time_limit_seconds=self._limit))
+
+    def _follow(self, child: FlowRun) -> None:
+        self._child, self._is_taken = child, False
+        self._deadline = time.monotonic() + self._placement.redirect_after_seconds
 
 
-def _outcome(job: StageJob, child: FlowRun) -> Manifest:
-    """The manifest that a flow run has made; raises StageError with the cause that it names otherwise."""
+def _is_on_its_way(child: FlowRun) -> bool:
+    return child.state is not None and not (child.state.is_final() or child.state.is_cancelling())
+
+
+def _outcome(job: StageJob, child: FlowRun) -> Manifest | StageError:
+    """The manifest that a flow run has made, or a StageError with the cause that it names."""
     state, where = child.state, f"flow run {child.id} in pool {pool_of(child)}"
     assert state is not None
     if state.is_completed():
-        if (manifest := committed(job)) is not None:
-            return manifest
-        raise StageError(
+        return committed(job) or StageError(
             job.stage,
             "NotShared",
             f"{where} has made {job.output}, which cannot be seen from here; root must be a store that both machines "
             "reach (s3://bucket/prefix)",
         )
     if state.is_crashed():
-        raise StageError(job.stage, "died", f"{where} crashed: {state.message}")
+        return StageError(job.stage, "died", f"{where} crashed: {state.message}")
     if state.is_cancelled():
-        raise StageError(job.stage, "Cancelled", f"{where} was cancelled; retry this run to go on")
-    raise StageError(job.stage, state.name or "Failed", f"{where}: {state.message}")
+        return StageError(job.stage, "Cancelled", f"{where} was cancelled; retry this run to go on")
+    return StageError(job.stage, state.name or "Failed", f"{where}: {state.message}")
