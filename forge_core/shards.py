@@ -41,3 +41,8 @@ def merge(job: RolloutJob, parts: Sequence[RolloutJob]) -> MergeJob:
             raise ArtifactError(f"{part.output} has no manifest.json; retry the run to sample it again")
         refs.append(manifest.ref)
     return MergeJob(output=job.output, rollout=job, shards=tuple(refs))
+
+
+def is_part(uri: str) -> bool:
+    """Whether a rollout set is a part of another one, which has its completions too."""
+    return "/rollout_shards/" in uri

@@ -58,8 +58,9 @@ def _default_run_id() -> str:
 def _report(placement: Placement, tracker: Tracker, logger: Log) -> None:
     """Say where the stages went that went elsewhere: a page of the flow run, and a number for each attempt of it."""
     if placement.last is not None:
-        step = runtime.flow_run.run_count or 0
-        tracker.record_numbers({"placement/redirects": placement.redirects}, step, placement.last)
+        waited = sum(float(row["seconds waited"]) for row in placement.rows)
+        numbers = {"placement/redirects": placement.redirects, "placement/queue_seconds": waited}
+        tracker.record_numbers(numbers, runtime.flow_run.run_count or 0, placement.last)
     if placement.rows:
         description = f"stages in other pools, {placement.redirects} redirects"
         try:

@@ -7,38 +7,32 @@ from pathlib import Path
 
 import pytest
 
-from forge_core.artifacts import Manifest, resolve
-from forge_core.config import PostTrainConfig
+from forge_core.artifacts import resolve
 from forge_core.faults import Fault, FaultPlan
+from forge_core.operation import WarmthConfig
 from forge_core.placement_config import PlacementConfig
 from forge_core.plan import Plan
 from tasks.processes import stage_processes
-from tests.pipeline import COLD, events, tiny_config, with_retries
+from tests.pipeline import events, tiny_config, with_retries
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
-def first_rollouts(config: PostTrainConfig) -> Manifest:
-    """The rollouts of the starting policy."""
-    with stage_processes(config, logging.getLogger("shards")) as processes:
-        plan, run = Plan(config, "run"), with_retries(processes)
-        problems = run(plan.dataset(config.grpo.dataset))
-        return resolve(run(plan.rollout(run(plan.start()), problems, 0)))
-
-
 def test_a_rollout_in_three_parts_of_which_one_was_lost_is_that_of_one_generator(tmp_path: Path):
-    warm = COLD.model_copy(update={"generator": True})
-    whole = first_rollouts(tiny_config(str(tmp_path / "whole"), keep_warm=COLD))
     lost = Fault(job="rollout v0001-01-of-03", action="kill", at="work")
     config = tiny_config(
-        str(tmp_path / "parts"),
-        keep_warm=warm,
+        str(tmp_path),
+        keep_warm=WarmthConfig(trainer=False, reference=False),
         placement=PlacementConfig(rollout_shards=3),
         fault_plan=FaultPlan(faults=(lost,)),
     )
-    merged = first_rollouts(config)
+    with stage_processes(config, logging.getLogger("shards")) as processes:
+        plan, run = Plan(config, "run"), with_retries(processes)
+        job = plan.rollout(run(plan.start()), run(plan.dataset(config.grpo.dataset)), 0)
+        merged = resolve(run(job))
+        whole = processes.warm("generator").run(job.model_copy(update={"output": f"{plan.run_uri}/rollouts/whole"}))
     assert merged.digest == whole.digest  # 8 prompts in parts of 2, 3 and 3
-    attempts = [event["of"] for event in events(config, "attempt") if event["of"].startswith("rollout")]
+    attempts = [event["job"] for event in events(config, "attempt") if "-of-" in event["job"]]
     assert sorted(attempts) == [f"rollout v0001-0{part}-of-03" for part in (0, 1, 1, 2)]
     assert list(merged.inputs) == ["policy", "dataset", "shards", "shards_1", "shards_2"]
     parts = [resolve(ref) for name, ref in merged.inputs.items() if name.startswith("shards")]
