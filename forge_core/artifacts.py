@@ -31,7 +31,16 @@ logger = logging.getLogger(__name__)
 SCHEMA_VERSION = 1
 UPLOAD_ATTEMPTS = 3
 # Where the artifacts of a run lie, {run}/{folder}/...; evaluations lie in {run}/evals/{version}/... .
-FOLDERS = ("datasets", "policies", "rollouts", "reference_logprobs", "scored", "train_states", "quantized")
+FOLDERS = (
+    "datasets",
+    "policies",
+    "rollouts",
+    "rollout_shards",
+    "reference_logprobs",
+    "scored",
+    "train_states",
+    "quantized",
+)
 Kind = Literal[
     "dataset", "policy", "train_state", "rollouts", "reference_logprobs", "scored", "eval", "quantized_policy"
 ]

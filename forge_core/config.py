@@ -19,6 +19,7 @@ from forge_core.faults import FaultPlan
 from forge_core.fit_config import DpoConfig, SftConfig
 from forge_core.gates import GatesConfig
 from forge_core.operation import RetentionConfig, TimeLimitsConfig, WarmthConfig
+from forge_core.placement_config import PlacementConfig
 from forge_core.quantize_config import QuantizeConfig, QuantizeGatesConfig, SchemeConfig
 from forge_core.sampling_config import DynamicSamplingConfig, OverlongConfig, SamplingConfig
 from forge_core.settings import FunctionConfig, Settings
@@ -187,6 +188,7 @@ class RunConfig(Settings):
     gates: GatesConfig = Field(default_factory=GatesConfig, description="What a policy must show to be published")
     keep_warm: WarmthConfig = Field(default_factory=WarmthConfig, description="Processes that stay alive between jobs")
     time_limits: TimeLimitsConfig = Field(default_factory=TimeLimitsConfig, description="Time limits of the stages")
+    placement: PlacementConfig = Field(default_factory=PlacementConfig, description="Work pools that make the stages")
     reuse_from: str | None = Field(
         None,
         description="A run ({root}/{run_id}) or a root whose artifacts are taken over where the same job made them",

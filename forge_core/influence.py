@@ -18,6 +18,7 @@ from forge_core.lineage_graph import Scan, scan
 from forge_core.lineage_text import ranges
 from forge_core.manifests import NUM_THREADS, file_reader, short_name
 from forge_core.settings import Settings
+from forge_core.shards import is_part
 
 Found = TypeVar("Found")
 
@@ -110,7 +111,9 @@ def as_text(found: ExampleInfluence) -> str:
 
 
 def _rollout_uses(stored: Scan, example_id: str, problems: list[str]) -> list[RolloutUse]:
-    sets = [node.ref(digest) for digest, node in stored.nodes.items() if node.kind == "rollouts"]
+    sets = [
+        node.ref(digest) for digest, node in stored.nodes.items() if node.kind == "rollouts" and not is_part(node.uri)
+    ]
 
     def rows_with_example(content: bytes) -> list[int]:
         rows = content.splitlines()

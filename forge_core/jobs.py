@@ -118,6 +118,20 @@ class RolloutJob(StageJob):
         return super().software | software_versions(*rounding)
 
 
+class MergeJob(StageJob):
+    """Put a rollout set together from parts that were sampled apart. What it commits is the output of that rollout."""
+
+    role = "scorer"
+    kind = "rollouts"
+    stage: Literal["merge"] = "merge"
+    rollout: RolloutJob
+    shards: tuple[Ref, ...] = Field(description="The rollout sets of its parts, in the order of their prompts")
+
+    def digest(self) -> str:
+        """That of the rollout: in how many parts it was sampled decides nothing."""
+        return self.rollout.digest()
+
+
 class ReferenceJob(StageJob):
     """Log-probs of a rollout set's completions under the frozen reference policy."""
 
@@ -255,6 +269,7 @@ Job = (
     | SftJob
     | DpoJob
     | RolloutJob
+    | MergeJob
     | ReferenceJob
     | ScoreJob
     | UpdateJob

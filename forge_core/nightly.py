@@ -13,6 +13,7 @@ from forge_core import publication, storage
 from forge_core.artifacts import ArtifactError, sha256_json
 from forge_core.config import PostTrainConfig
 from forge_core.operation import RetentionConfig, TimeLimitsConfig, WarmthConfig
+from forge_core.placement_config import PlacementConfig
 from forge_core.plan import Plan
 from forge_core.runs import is_run, read_run
 from forge_core.settings import Settings
@@ -22,6 +23,7 @@ _NO_REASON_TO_TRAIN = {
     "policy": None,
     "keep_warm": WarmthConfig().model_dump(mode="json"),
     "time_limits": TimeLimitsConfig().model_dump(mode="json"),
+    "placement": PlacementConfig().model_dump(mode="json"),
     "retention": RetentionConfig().model_dump(mode="json"),
     "reuse_from": None,
 }

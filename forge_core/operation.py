@@ -24,6 +24,7 @@ class TimeLimitsConfig(Settings):
     sft: float = Field(24 * 3600, gt=0, description="Seconds of supervised fine-tuning")
     dpo: float = Field(24 * 3600, gt=0, description="Seconds of training on preference pairs")
     rollout: float = Field(4 * 3600, gt=0, description="Seconds to sample one rollout set")
+    merge: float = Field(3600, gt=0, description="Seconds to put the shards of one rollout set together")
     reference: float = Field(4 * 3600, gt=0, description="Seconds for the reference log-probs of one rollout set")
     score: float = Field(3600, gt=0, description="Seconds to score one rollout set")
     update: float = Field(4 * 3600, gt=0, description="Seconds of one update, replay included")

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 
 import torch
@@ -95,6 +98,42 @@ class Rollouts:
             for row in rows
         )
         return cls(texts=texts, **numbers)
+
+
+def describe(rollouts: Rollouts, generate_seconds: float) -> dict[str, float]:
+    """Lengths and throughput of a rollout set under their tracking names.
+
+    Lengths are of all completions; `terminated_mean` is of those that ended by themselves, if there are any.
+    """
+    lengths = rollouts.completion_lengths.tolist()
+    terminated = rollouts.completion_lengths[~rollouts.is_truncated].tolist()
+    distinct = len({(text.example.id, text.completion) for text in rollouts.texts})
+    means = {"completion/length/terminated_mean": statistics.fmean(terminated)} if terminated else {}
+    return means | {
+        "completion/length/mean": statistics.fmean(lengths),
+        "completion/length/max": max(lengths),
+        "completion/truncated_fraction": rollouts.is_truncated.float().mean().item(),
+        "completion/distinct_fraction": distinct / len(rollouts),
+        "tokens_per_second/rollout": sum(lengths) / generate_seconds,
+        "tokens/generated": sum(lengths),
+    }
+
+
+def join(shards: Sequence[Rollouts], num_groups: Sequence[int]) -> Rollouts:
+    """One rollout set of several, in order; `num_groups` has the prompts of each, sampled or not."""
+    first_tokens = accumulate((len(shard.token_ids) for shard in shards), initial=0)
+    first_groups = accumulate(num_groups, initial=0)
+    return Rollouts(
+        token_ids=torch.cat([shard.token_ids for shard in shards]),
+        generator_logprobs=torch.cat([shard.generator_logprobs for shard in shards]),
+        offsets=torch.cat(
+            [torch.zeros(1, dtype=torch.int64)]
+            + [shard.offsets[1:] + first for shard, first in zip(shards, first_tokens, strict=False)]
+        ),
+        prompt_lengths=torch.cat([shard.prompt_lengths for shard in shards]),
+        group_ids=torch.cat([shard.group_ids + first for shard, first in zip(shards, first_groups, strict=False)]),
+        texts=tuple(text for shard in shards for text in shard.texts),
+    )
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ STAGE_VERSIONS = {
     "sft": 3,
     "dpo": 1,
     "rollout": 2,
+    "merge": 1,
     "reference": 1,
     "score": 2,
     "update": 2,

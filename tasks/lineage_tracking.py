@@ -9,6 +9,7 @@ from forge_core.artifacts import Manifest, Ref, sha256_json
 from forge_core.lineage import Lineage
 from forge_core.manifests import short_name
 from forge_core.plan import Plan
+from forge_core.shards import is_part
 
 if TYPE_CHECKING:
     from mlflow.entities import DatasetInput
@@ -32,7 +33,9 @@ def model_tags(policy: Ref, plan: Plan, lineage: Lineage) -> dict[str, str]:
         "forge.run_id": plan.run_id,
         "forge.base_policy_digest": starts[0] if starts else "unknown",
         "forge.dataset_digests": ",".join(sorted(digest for digest, node in nodes.items() if node.kind == "dataset")),
-        "forge.num_rollout_sets": str(sum(node.kind == "rollouts" for node in nodes.values())),
+        "forge.num_rollout_sets": str(
+            sum(node.kind == "rollouts" and not is_part(node.uri) for node in nodes.values())
+        ),
         "forge.num_broken_links": str(sum(node.problem is not None for node in nodes.values())),
         "forge.config_digest": sha256_json(plan.config.model_dump(mode="json")),
     }

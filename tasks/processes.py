@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 
@@ -13,15 +13,18 @@ from forge_core import storage
 from forge_core.artifacts import Manifest
 from forge_core.config import GrpoRunConfig, RunConfig
 from forge_core.faults import faults_for
-from forge_core.jobs import StageJob
+from forge_core.jobs import RolloutJob, StageJob
 from forge_core.reuse import reuse
-from forge_core.stages.process import StageError, StageProcess
+from forge_core.shards import merge, split
+from forge_core.stages.process import PRELOAD, StageError, StageProcess
+from forge_core.stages.workspace import committed
 from tasks.failures import FailureClass, failure_class, is_retried, stopped
+from tasks.placement import Placement
+from tasks.stage_runs import Log
 
 # As written by forge_core.stages; libraries write what they like.
 _LOG_LINE = re.compile(r"(?P<level>DEBUG|INFO|WARNING|ERROR|CRITICAL) (?P<name>[\w./]+): (?P<message>.*)")
 
-Log = logging.Logger | logging.LoggerAdapter
 _current: ContextVar[StageProcesses] = ContextVar("stage_processes")
 
 
@@ -31,6 +34,7 @@ class StageProcesses:
     def __init__(self, config: RunConfig, logger: Log) -> None:
         self._config = config
         self._logger = logger
+        self.placement = Placement(config.placement, logger)
         self._warm: dict[str, StageProcess] = {}
         self._failures: Counter[tuple[str, FailureClass]] = Counter()
         self._halvings: Counter[str] = Counter()  # by role, for the rest of the run: what was too much once is again
@@ -44,25 +48,52 @@ class StageProcesses:
         source = self._config.reuse_from
         if source is not None and (reused := reuse(job, self._run_uri(job), source, self._logger)) is not None:
             return reused
-        return self._make(job)
+        if isinstance(job, RolloutJob) and len(parts := split(job, self._config.placement.rollout_shards)) > 1:
+            self._make([part for part in parts if committed(part) is None])
+            return self._make([merge(job, parts)])[0]
+        return self._make([job])[0]
 
-    def _make(self, job: StageJob) -> Manifest:
-        """Run a job in the process of its role; a process that does not stay warm ends with its job."""
-        process = self._warm.pop(job.role, None)
-        if process is None or not process.is_alive:
-            process = self._start(job.role)
-        given = job.model_copy(
+    def _make(self, jobs: Sequence[StageJob]) -> list[Manifest]:
+        """Run jobs of one stage: at once in its pools, or here one after the other. One that fails stops no other."""
+        if not jobs:
+            return []
+        stage, given = jobs[0].stage, [self._as_given(job) for job in jobs]
+        limit = getattr(self._config.time_limits, stage)
+        run = self.placement.run if self.placement.pools(stage) else self._run_here
+        outcomes = run(given, limit)
+        errors = [outcome for outcome in outcomes if isinstance(outcome, StageError)]
+        for job, outcome in zip(jobs, outcomes, strict=True):
+            if isinstance(outcome, StageError):
+                self._decide(job, outcome)
+        if errors:
+            raise errors[0]
+        return [outcome for outcome in outcomes if isinstance(outcome, Manifest)]
+
+    def _as_given(self, job: StageJob) -> StageJob:
+        """The job with what this attempt of it is to know."""
+        return job.model_copy(
             update={
                 "memory_halvings": max(job.memory_halvings, self._halvings[job.role]),
                 "injected": faults_for(job.label, self._run_uri(job), self._config.fault_plan),
             }
         )
-        limit = getattr(self._config.time_limits, job.stage)
-        try:
-            manifest = process.run(given, timeout_seconds=limit)  # ends the process when it fails
-        except StageError as error:
-            self._decide(job, error)
-            raise
+
+    def _run_here(self, jobs: Sequence[StageJob], limit: float) -> list[Manifest | StageError]:
+        """What became of each job, in the process of its role."""
+        outcomes: list[Manifest | StageError] = []
+        for job in jobs:
+            try:
+                outcomes.append(self._run_one_here(job, limit))
+            except StageError as error:
+                outcomes.append(error)
+        return outcomes
+
+    def _run_one_here(self, job: StageJob, limit: float) -> Manifest:
+        """Run a job in the process of its role; a process that does not stay warm ends with its job."""
+        process = self._warm.pop(job.role, None)
+        if process is None or not process.is_alive:
+            process = self._start(job.role)
+        manifest = process.run(job, timeout_seconds=limit)  # ends the process when it fails
         if self._stays_warm(job.role):
             self._warm[job.role] = process
         else:
@@ -91,8 +122,14 @@ class StageProcesses:
         return self._warm[role]
 
     def start_all(self) -> None:
-        """Start the warm processes side by side, so that their imports overlap."""
+        """Start the warm processes side by side, so that their imports overlap.
+
+        Where stages of a role are placed elsewhere, its process starts when it gets a job, if it ever does.
+        """
+        self.placement.check()
         for role in ("scorer", "generator", "trainer", "reference"):
+            if any(self.placement.pools(stage) for stage in PRELOAD[role]):
+                continue
             if self._stays_warm(role) and (role != "reference" or self._reference_runs_on in ("own", "cpu")):
                 self._warm[role] = self._start(role)
 
@@ -154,6 +191,21 @@ def stage_processes(config: RunConfig, logger: Log) -> Iterator[StageProcesses]:
     finally:
         _current.reset(token)
         processes.close()
+
+
+def run_alone(job: StageJob, time_limit_seconds: float, logger: Log) -> Manifest:
+    """The job's output, made in a stage process that starts for it and ends with it. Raises StageError."""
+    is_on_cpu = getattr(job, "runs_on", "own") == "cpu"
+    process = StageProcess(
+        job.role,
+        num_ranks=job.trainer.num_ranks if hasattr(job, "trainer") else 1,
+        on_line=stage_log(job.role, logger),
+        preload=False,  # of its role it does this one stage
+        environment={"CUDA_VISIBLE_DEVICES": ""} if is_on_cpu else {},
+    )
+    manifest = process.run(job, timeout_seconds=time_limit_seconds)
+    process.finish(time_limit_seconds)
+    return manifest
 
 
 def run_in_stage_process(job: StageJob) -> Manifest:

@@ -17,6 +17,7 @@ from forge_core.functions import check_function, find_extractor, load_function
 from forge_core.gates import GatesConfig
 from forge_core.kl import k3
 from forge_core.losses import LossInputs, LossOutput, simple_grpo
+from forge_core.placement_config import PlacementConfig
 from forge_core.settings import FunctionConfig
 from tests.forge_core import golden
 from tests.pipeline import tiny_config
@@ -118,9 +119,10 @@ def test_the_settings_in_the_evaluation_document_are_settings():
         assert find_extractor(evaluation.reward)
 
 
-def test_the_gates_in_the_operations_document_are_settings():
+def test_the_settings_in_the_operations_document_are_settings():
     import yaml
 
     text = (Path(__file__).parent.parent / "docs" / "operations.md").read_text()
-    [block] = re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)
-    assert GatesConfig.model_validate(yaml.safe_load(block)["gates"]).are_set
+    gates, placement = [yaml.safe_load(block) for block in re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)]
+    assert GatesConfig.model_validate(gates["gates"]).are_set
+    assert PlacementConfig.model_validate(placement["placement"]).pools["rollout"] == ("spot", "reserved")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import statistics
 
 import torch
 
@@ -12,7 +11,7 @@ from forge_core.chat import encode_prompt
 from forge_core.examples import Example, read_examples, take
 from forge_core.generator import Completion
 from forge_core.jobs import RolloutJob
-from forge_core.rollouts import Rollouts, RolloutTexts
+from forge_core.rollouts import Rollouts, RolloutTexts, describe
 from forge_core.seeds import derive_seed
 from forge_core.stages.engine import engine_with
 from forge_core.stages.workspace import Stopwatch, Workspace
@@ -88,22 +87,3 @@ def gather(examples: list[Example], prompts: list[list[int]], groups: list[list[
         texts=tuple(texts),
     )
     return rollouts, num_dropped
-
-
-def describe(rollouts: Rollouts, generate_seconds: float) -> dict[str, float]:
-    """Lengths and throughput of a rollout set under their tracking names.
-
-    Lengths are of all completions; `terminated_mean` is of those that ended by themselves, if there are any.
-    """
-    lengths = rollouts.completion_lengths.tolist()
-    terminated = rollouts.completion_lengths[~rollouts.is_truncated].tolist()
-    distinct = len({(text.example.id, text.completion) for text in rollouts.texts})
-    means = {"completion/length/terminated_mean": statistics.fmean(terminated)} if terminated else {}
-    return means | {
-        "completion/length/mean": statistics.fmean(lengths),
-        "completion/length/max": max(lengths),
-        "completion/truncated_fraction": rollouts.is_truncated.float().mean().item(),
-        "completion/distinct_fraction": distinct / len(rollouts),
-        "tokens_per_second/rollout": sum(lengths) / generate_seconds,
-        "tokens/generated": sum(lengths),
-    }
