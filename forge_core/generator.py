@@ -94,7 +94,7 @@ class Generator:
     def __init__(self, hf_dir: Path, *, config: GeneratorConfig, seed: int) -> None:
         self._config = config
         self._served = _PolicyLayout.read(hf_dir)
-        self._llm: LLM | None = LLM(**_engine_args(self._served, config, seed))
+        self._llm: LLM | None = LLM(**engine_args(hf_dir, config, seed))
 
     def load_policy(self, hf_dir: Path) -> None:
         """Serve the weights in `hf_dir` from now on, in place; nothing computed with the old ones is used again.
@@ -142,8 +142,9 @@ class Generator:
         return self._llm
 
 
-def _engine_args(layout: _PolicyLayout, config: GeneratorConfig, seed: int) -> dict[str, Any]:
+def engine_args(hf_dir: Path, config: GeneratorConfig, seed: int) -> dict[str, Any]:
     """Arguments of the engine, `config.overrides` checked and included."""
+    layout = _PolicyLayout.read(hf_dir)
     _check_overrides(config.overrides)
     on_gpu = torch.cuda.is_available()
     args = {
