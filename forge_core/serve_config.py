@@ -5,14 +5,18 @@ from __future__ import annotations
 from pydantic import Field
 
 from forge_core.config import GeneratorConfig
-from forge_core.settings import Settings
+from forge_core.credentials import NO_CREDENTIALS, StoredSettings
 
 
-class ServeConfig(Settings):
+class ServeConfig(StoredSettings):
     """An OpenAI-compatible server of what `{root}/published/{name}` points at."""
 
     name: str = Field(pattern=r"^[a-z0-9][a-z0-9_-]*$", description="Published name that is followed")
-    root: str = Field(".forge/store", description="Where artifacts live: a directory or any fsspec URI (s3://bucket/x)")
+    root: str = Field(
+        ".forge/store",
+        description="Where artifacts live: a directory or any fsspec URI (s3://bucket/x)",
+        json_schema_extra=NO_CREDENTIALS,
+    )
     host: str = Field("127.0.0.1", description="Address to listen on; 0.0.0.0 is every one of the machine")
     port: int = Field(8000, ge=1, le=65535, description="Port to listen on")
     generator: GeneratorConfig = Field(

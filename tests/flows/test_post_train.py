@@ -13,15 +13,18 @@ from mlflow.entities import Run as MlflowRun
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import TaskRunFilter, TaskRunFilterFlowRunId
 from prefect.client.schemas.objects import FlowRun
+from prefect.exceptions import PrefectHTTPStatusError
 from transformers import AutoModelForCausalLM
 
 from deployments.local_service import Service
+from deployments.object_stores import SECRET_KEY
 from forge_core import artifacts, storage
 from forge_core.config import PostTrainConfig
 from forge_core.plan import Plan
 from forge_core.publication import Publication, published_uri
 from tests.flows.deployed import finished, start_run
 from tests.pipeline import policies, tiny_config
+from tests.planted import found_in
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -58,7 +61,7 @@ def history(run: MlflowRun, metric: str) -> list[tuple[int, float]]:
 
 
 def test_a_deployment_run_trains_publishes_and_tracks_and_a_second_one_changes_nothing(
-    worker: Service, seaweed_s3: str, tmp_path: Path
+    worker: Service, prefect_server: Service, mlflow_server: Service, seaweed_s3: str, tmp_path: Path
 ):
     config = tiny_config(f"{seaweed_s3}/flows")
     config = config.model_copy(update={"grpo": config.grpo.model_copy(update={"num_iterations": NUM_ITERATIONS})})
@@ -91,6 +94,10 @@ def test_a_deployment_run_trains_publishes_and_tracks_and_a_second_one_changes_n
     assert version.source == pointer.hf_uri
     assert mlflow.MlflowClient().get_model_version_by_alias(config.name, "champion").version == version.version
 
+    places = [service.log.parent for service in (worker, prefect_server, mlflow_server)]
+    assert found_in(plan.run_id, places=places, root=config.root), "this search finds what is there"
+    assert found_in(SECRET_KEY, places=places, root=config.root) == []
+
     objects = sorted(storage.list_names(f"{plan.run_uri}/policies"))
     second = run_deployment(config)
     assert second.state_name == "Completed"
@@ -104,6 +111,15 @@ def test_a_deployment_run_trains_publishes_and_tracks_and_a_second_one_changes_n
     assert history(again, "reward/mean") == rewards
     version_again = mlflow.MlflowClient().get_model_version_by_alias(config.name, "challenger")
     assert version_again.version == version.version
+
+
+def test_credentials_in_a_config_are_refused_by_the_server_which_does_not_keep_them(
+    worker: Service, prefect_server: Service, seaweed_s3: str
+):
+    config = tiny_config(f"{seaweed_s3}/planted").model_copy(update={"root": "s3://key:open/sesame@bucket/x"})
+    with pytest.raises(PrefectHTTPStatusError, match="a URI with credentials; put them in the environment"):
+        start_run(config, RUN_ID)
+    assert found_in("open/sesame", places=[prefect_server.log.parent, worker.log.parent], root=seaweed_s3) == []
 
 
 def test_a_bad_config_fails_before_any_process_starts(worker: Service, seaweed_s3: str):

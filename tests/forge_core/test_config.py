@@ -86,7 +86,6 @@ def test_a_setting_that_cannot_work_is_refused(changes, message):
             "advantage batch_std compares a whole batch, which would then be several; use .* group_zscore",
         ),
         ({"policy": {"uri": "/no/such/place"}}, "policy.uri"),
-        ({"root": "s3://key:secret@bucket/x"}, "put them in the environment"),
         ({"root": "nosuchprotocol://x"}, "root is nosuchprotocol://x, which cannot be written"),
     ],
 )
