@@ -14,6 +14,7 @@ from forge_core.config import RunConfig
 from forge_core.plan import Plan
 from forge_core.runs import write_run
 from tasks.processes import Log, stage_processes
+from tasks.run_tags import run_tags
 from tasks.tracking import Tracker, tracking
 
 
@@ -40,7 +41,7 @@ def open_run(config: RunConfig, run_id: str | None) -> Iterator[Run]:
     logger.info("run %s -> %s", plan.run_id, plan.run_uri)
     with (
         stage_processes(config, logger),
-        tracking(plan, str(runtime.flow_run.id) if runtime.flow_run.id else None, logger) as tracker,
+        tracking(plan, run_tags(), logger) as tracker,
     ):
         yield Run(plan, tracker, logger)
 

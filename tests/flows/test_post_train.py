@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from deployments.local_service import Service
 from deployments.object_stores import SECRET_KEY
+from deployments.services import POOL
 from forge_core import artifacts, storage
 from forge_core.config import PostTrainConfig
 from forge_core.plan import Plan
@@ -83,6 +84,9 @@ def test_a_deployment_run_trains_publishes_and_tracks_and_a_second_one_changes_n
     assert parent.info.status == "FINISHED"
     assert {child.data.tags["forge.stage"] for child in children} == {"sft", "rollout", "score", "update", "evaluate"}
     assert parent.data.params["grpo.group_size"] == "4"
+    tags = ("prefect.flow_run_id", "prefect.deployment", "prefect.work_pool", "forge.run_id")
+    assert [parent.data.tags[name] for name in tags] == [str(first.id), "quickstart", POOL, RUN_ID]
+    assert [step for step, _ in history(parent, "sft/step/loss/policy")] == list(range(1, config.sft.num_steps + 1))
     rewards = history(parent, "reward/mean")
     assert [step for step, _ in rewards] == list(range(NUM_ITERATIONS))
     assert [step for step, _ in history(parent, "eval/heldout/accuracy")] == [-1, 0, NUM_ITERATIONS]
