@@ -18,7 +18,7 @@ from forge_core.data_config import ChatConfig, DatasetConfig
 from forge_core.faults import FaultPlan
 from forge_core.fit_config import DpoConfig, SftConfig
 from forge_core.gates import GatesConfig
-from forge_core.operation import RetentionConfig, TimeLimitsConfig, WarmthConfig
+from forge_core.operation import NotifyConfig, RetentionConfig, TimeLimitsConfig, WarmthConfig
 from forge_core.quantize_config import QuantizeConfig, QuantizeGatesConfig
 from forge_core.sampling_config import DynamicSamplingConfig, OverlongConfig, SamplingConfig
 from forge_core.settings import FunctionConfig, Settings
@@ -193,6 +193,7 @@ class RunConfig(StoredSettings):
         description="A run ({root}/{run_id}) or a root whose artifacts are taken over where the same job made them",
         json_schema_extra=NO_CREDENTIALS,
     )
+    notify: NotifyConfig = Field(default_factory=NotifyConfig, description="Who hears of it")
     retention: RetentionConfig = Field(default_factory=RetentionConfig, description="Which files are deleted in time")
     fault_plan: FaultPlan | None = Field(None, description="Faults to inject on purpose; set by flows/drill.py")
     single_writer: bool = Field(

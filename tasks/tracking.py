@@ -12,6 +12,7 @@ import logging
 import os
 import queue
 import re
+import tempfile
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -31,6 +32,7 @@ from forge_core.samples import sample_completions
 from tasks.lineage_tracking import dataset_input, manifest_tags, model_tags
 from tasks.processes import Log
 from tasks.registry import follow_history, gate_tags, version_of
+from tasks.tracking_uri import local_home, tracking_uri
 
 if TYPE_CHECKING:
     from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
@@ -70,6 +72,10 @@ class Tracker:
     def record_completions(self, scored: list[Ref], per_set: int = 8) -> None:
         """Log a table of sample completions, the first ones of each rollout set."""
         self._work.put(lambda: self._log_completions(scored, per_set))
+
+    def record_files(self, files: dict[str, bytes]) -> None:
+        """Log files by name; those of an earlier attempt are replaced."""
+        self._work.put(lambda: self._log_files(files))
 
     def register(self, published: Publication) -> None:
         """Register a published policy in the model registry; the aliases follow the history of its name."""
@@ -199,6 +205,12 @@ class Tracker:
             if "completions.json" not in existing:
                 self._client.log_table(self._run_id, table, "completions.json")
 
+    def _log_files(self, files: dict[str, bytes]) -> None:
+        with tempfile.TemporaryDirectory() as directory:
+            for name, content in files.items():
+                (Path(directory) / name).write_bytes(content)
+            self._client.log_artifacts(self._run_id, directory)
+
     def _register(self, name: str, policy: Ref, gates: tuple[GateResult, ...]) -> None:
         lineage = upstream(policy)
         self._client.log_text(self._run_id, lineage.model_dump_json(indent=1), "lineage.json")
@@ -275,18 +287,3 @@ def tracking(plan: Plan, tags: dict[str, str] | None, logger: Log) -> Iterator[T
         tracker.close("FAILED")
         raise
     tracker.close("FINISHED")
-
-
-def tracking_uri() -> str:
-    """MLFLOW_TRACKING_URI, or a local SQLite file when it is not set."""
-    configured = os.environ.get("MLFLOW_TRACKING_URI")
-    if configured:
-        return configured
-    return f"sqlite:///{local_home() / 'mlflow.db'}"
-
-
-def local_home() -> Path:
-    """The directory of local data, created when missing."""
-    home = Path(".forge").absolute()
-    home.mkdir(exist_ok=True)
-    return home

@@ -89,9 +89,10 @@ def test_the_settings_in_the_document_are_settings():
         PostTrainConfig.model_validate(settings)
 
 
-def test_the_gates_in_the_operations_document_are_settings():
+def test_the_settings_in_the_operations_document_are_settings():
     import yaml
 
     text = (Path(__file__).parent.parent / "docs" / "operations.md").read_text()
-    [block] = re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)
-    assert GatesConfig.model_validate(yaml.safe_load(block)["gates"]).are_set
+    gates, notify = (yaml.safe_load(block) for block in re.findall(r"```yaml\n(.*?)```", text, re.DOTALL))
+    assert GatesConfig.model_validate(gates["gates"]).are_set
+    assert PostTrainConfig.model_validate(notify).notify.url_env == "FORGE_WEBHOOK_URL"

@@ -11,8 +11,14 @@ import mlflow
 import pytest
 from mlflow.entities import Run as MlflowRun
 from prefect.client.orchestration import get_client
-from prefect.client.schemas.filters import TaskRunFilter, TaskRunFilterFlowRunId
+from prefect.client.schemas.filters import (
+    ArtifactFilter,
+    ArtifactFilterKey,
+    TaskRunFilter,
+    TaskRunFilterFlowRunId,
+)
 from prefect.client.schemas.objects import FlowRun
+from prefect.client.schemas.sorting import ArtifactSort
 from prefect.exceptions import PrefectHTTPStatusError
 from transformers import AutoModelForCausalLM
 
@@ -55,6 +61,14 @@ def tracked_runs(plan: Plan) -> tuple[MlflowRun, list[MlflowRun]]:
     return parent, list(children)
 
 
+def newest_artifact(key: str) -> str:
+    """What the newest page under a key in the Prefect UI says."""
+    with get_client(sync_client=True) as client:
+        chosen = ArtifactFilter(key=ArtifactFilterKey(any_=[key]))
+        [found] = client.read_artifacts(artifact_filter=chosen, sort=ArtifactSort.CREATED_DESC, limit=1)
+        return str(found.data)
+
+
 def history(run: MlflowRun, metric: str) -> list[tuple[int, float]]:
     """Steps and values of a metric."""
     points = mlflow.MlflowClient().get_metric_history(run.info.run_id, metric)
@@ -93,7 +107,9 @@ def test_a_deployment_run_trains_publishes_and_tracks_and_a_second_one_changes_n
     names = sorted(parent.data.metrics)
     assert not [(a, b) for a in names for b in names if b.startswith(f"{a}/")], "a metric is the path prefix of another"
     stored = {file.path for file in mlflow.MlflowClient().list_artifacts(parent.info.run_id)}
-    assert {"config.json", "completions.json"} <= stored
+    assert {"config.json", "completions.json", "report.md", "report.png"} <= stored
+    assert "| heldout |" in storage.read_bytes(f"{plan.run_uri}/report.md").decode()
+    assert "data:image/png;base64," in newest_artifact("report")
     version = mlflow.MlflowClient().get_model_version_by_alias(config.name, "challenger")
     assert version.source == pointer.hf_uri
     assert mlflow.MlflowClient().get_model_version_by_alias(config.name, "champion").version == version.version
