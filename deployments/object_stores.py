@@ -16,14 +16,14 @@ from deployments.local_service import Service, free_port, start
 
 BUCKET = "forge"
 _ACCESS_KEY = "forge"
-_SECRET_KEY = "forge-local-only"  # of servers that listen on loopback and live for one test session
+SECRET_KEY = "forge-local-only"  # of servers that listen on loopback and live for one test session
 
 
 def s3_env(url: str) -> dict[str, str]:
     """Environment that makes boto3 and s3fs talk to the server at `url` and to no other."""
     return {
         "AWS_ACCESS_KEY_ID": _ACCESS_KEY,
-        "AWS_SECRET_ACCESS_KEY": _SECRET_KEY,
+        "AWS_SECRET_ACCESS_KEY": SECRET_KEY,
         "AWS_DEFAULT_REGION": "us-east-1",
         "AWS_ENDPOINT_URL_S3": url,
         "AWS_EC2_METADATA_DISABLED": "true",
@@ -50,7 +50,7 @@ def start_seaweedfs(home: Path) -> Service:
     data.mkdir(parents=True, exist_ok=True)
     identity = {
         "name": "forge",
-        "credentials": [{"accessKey": _ACCESS_KEY, "secretKey": _SECRET_KEY}],
+        "credentials": [{"accessKey": _ACCESS_KEY, "secretKey": SECRET_KEY}],
         "actions": ["Admin", "Read", "List", "Tagging", "Write"],
     }
     config = home / "seaweedfs.json"
@@ -76,7 +76,7 @@ def _has_bucket(url: str) -> bool:
         endpoint_url=url,
         region_name="us-east-1",
         aws_access_key_id=_ACCESS_KEY,
-        aws_secret_access_key=_SECRET_KEY,
+        aws_secret_access_key=SECRET_KEY,
         config=config,
     )
     try:

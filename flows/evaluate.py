@@ -7,10 +7,11 @@ from prefect import flow
 from forge_core.artifacts import Ref
 from forge_core.config import RunConfig
 from tasks import stages
+from tasks.notify import BAD_END
 from tasks.run import Run, open_run
 
 
-@flow(name="evaluate", flow_run_name="{config.name}", persist_result=False)
+@flow(name="evaluate", flow_run_name="{config.name}", persist_result=False, on_failure=BAD_END, on_crashed=BAD_END)
 def evaluate(config: RunConfig, run_id: str | None = None) -> dict[str, float | int]:
     """Evaluate the starting policy under every evaluation of the config."""
     with open_run(config, run_id) as run:

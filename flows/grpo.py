@@ -15,11 +15,19 @@ from forge_core.artifacts import Ref
 from forge_core.config import GrpoConfig, GrpoRunConfig
 from forge_core.holds import hold
 from tasks import stages
+from tasks.final_report import write_report
 from tasks.iteration_report import IterationReport
+from tasks.notify import BAD_END
 from tasks.run import Run, open_run
 
 
-@flow(name="grpo", flow_run_name="{config.name}-seed{config.seed}", persist_result=False)
+@flow(
+    name="grpo",
+    flow_run_name="{config.name}-seed{config.seed}",
+    persist_result=False,
+    on_failure=BAD_END,
+    on_crashed=BAD_END,
+)
 def grpo(config: GrpoRunConfig, run_id: str | None = None) -> dict[str, float | int]:
     """Improve the starting policy by its own rollouts and publish the result."""
     with open_run(config, run_id) as run:
@@ -27,6 +35,7 @@ def grpo(config: GrpoRunConfig, run_id: str | None = None) -> dict[str, float | 
         measure(run, policy, step=0)
         policy = improve(run, policy)
         metrics = measure(run, policy, step=config.grpo.num_iterations)
+        write_report(run)
         publish(run, policy, metrics)
         return metrics
 

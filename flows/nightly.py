@@ -20,12 +20,15 @@ from forge_core.config import PostTrainConfig, load_config
 from forge_core.operation import WarmthConfig
 from forge_core.plan import Plan
 from tasks import stages
+from tasks.notify import BAD_END, notify
 from tasks.processes import stage_processes
 
 COLD = WarmthConfig(trainer=False, generator=False, scorer=False, reference=False)
 
 
-@flow(name="nightly", flow_run_name="{config.name}-nightly", persist_result=False)
+@flow(
+    name="nightly", flow_run_name="{config.name}-nightly", persist_result=False, on_failure=BAD_END, on_crashed=BAD_END
+)
 def nightly(config: PostTrainConfig, run_id: str | None = None) -> dict[str, float | int] | State:
     """Post-train the champion (the config's policy when there is none); skipped when data and settings are known.
 
@@ -38,6 +41,8 @@ def nightly(config: PostTrainConfig, run_id: str | None = None) -> dict[str, flo
     data = {name: ref.digest for name, ref in datasets(plan).items()}
     if (reason := nights.reason_to_skip(plan, data)) is not None:
         get_run_logger().warning("skipped: %s", reason)
+        text = f"night {run_id} of {config.name} skipped: {reason}"
+        notify(config, run_id, "skipped", text, get_run_logger())
         return Completed(name="Skipped", message=reason)
     metrics = post_train.fn(config, run_id=run_id)
     nights.record(plan, data)

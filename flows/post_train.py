@@ -20,10 +20,18 @@ from flows.sft import fine_tune
 from forge_core.config import PostTrainConfig, load_config
 from forge_core.quantize_run import last_step_config
 from tasks import stages
+from tasks.final_report import write_report
+from tasks.notify import BAD_END
 from tasks.run import open_run
 
 
-@flow(name="post-train", flow_run_name="{config.name}-seed{config.seed}", persist_result=False)
+@flow(
+    name="post-train",
+    flow_run_name="{config.name}-seed{config.seed}",
+    persist_result=False,
+    on_failure=BAD_END,
+    on_crashed=BAD_END,
+)
 def post_train(config: PostTrainConfig, run_id: str | None = None) -> dict[str, float | int]:
     """Turn a starting policy into a better one and publish it."""
     with open_run(config, run_id) as run:
@@ -33,6 +41,7 @@ def post_train(config: PostTrainConfig, run_id: str | None = None) -> dict[str, 
         measure(run, policy, step=0)
         policy = improve(run, policy)
         metrics = measure(run, policy, step=config.grpo.num_iterations)
+        write_report(run)
         publish(run, policy, metrics)
         if (settings := last_step_config(config)) is not None:
             quantize_policy(run, settings, policy, step=config.grpo.num_iterations + 1)

@@ -13,6 +13,7 @@ from forge_core.gates import GateResult, failures, judge
 from forge_core.holds import hold
 from forge_core.publication import Publication
 from tasks import stages
+from tasks.notify import notify
 from tasks.run import Run
 
 Numbers = dict[str, float | int]
@@ -40,6 +41,9 @@ def publish(run: Run, policy: Ref, metrics: Numbers) -> Publication | None:
         replaces = (champion.version if champion else 0) if config.gates.are_set else None
         made = stages.publish(config.root, config.name, policy, run.plan.run_id, metrics, results, replaces)
     run.tracker.register(made)
+    if published is None:  # else an earlier attempt of this run has told
+        text = f"{config.name}: version {made.version} published by {run.plan.run_id}"
+        notify(config, run.plan.run_id, "published", text, run.logger, version=made.version, uri=made.policy.uri)
     show(run, made.hf_uri, f"published as version {made.version}", metrics, results)
     run.logger.info("published %s -> %s", config.name, made.hf_uri)
     return made
@@ -76,7 +80,10 @@ def refuse(run: Run, policy: Ref, metrics: Numbers, results: tuple[GateResult, .
     name, failed = run.plan.config.name, failures(results)
     run.tracker.register_refused(name, policy, results)
     show(run, resolve(policy).files_uri, f"not published, {len(failed)} gates failed", metrics, results)
-    run.logger.error("%s keeps its champion: %s", name, "; ".join(result.reason for result in failed))
+    reason = "; ".join(result.reason for result in failed)
+    run.logger.error("%s keeps its champion: %s", name, reason)
+    text = f"{name} keeps its champion, {run.plan.run_id} is not published: {reason}"
+    notify(run.plan.config, run.plan.run_id, "refused", text, run.logger, uri=policy.uri)
 
 
 def show(run: Run, uri: str, outcome: str, metrics: Numbers, results: tuple[GateResult, ...]) -> None:

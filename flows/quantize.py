@@ -30,12 +30,19 @@ from forge_core.quantize_run import (
     stored_rollouts,
 )
 from tasks import stages
+from tasks.notify import BAD_END, notify
 from tasks.run import Run, open_run
 
 BOTH = ("before", "after")  # the policy, and its quantized form
 
 
-@flow(name="quantize", flow_run_name="{config.name}-{config.quantize.scheme.name}", persist_result=False)
+@flow(
+    name="quantize",
+    flow_run_name="{config.name}-{config.quantize.scheme.name}",
+    persist_result=False,
+    on_failure=BAD_END,
+    on_crashed=BAD_END,
+)
 def quantize(config: QuantizeRunConfig, run_id: str | None = None) -> dict[str, float | int]:
     """Quantize a policy, and publish it when it passes the gates; raises QuantizationRefusedError when it does not."""
     with open_run(config, run_id) as run:
@@ -65,6 +72,8 @@ def quantize_policy(run: Run, config: QuantizeRunConfig, policy: Ref, step: int)
     assert published is not None  # it replaces whatever there is: it was compared with the policy it was made of
     run.tracker.register(published)
     run.logger.info("published %s -> %s", published.name, published.hf_uri)
+    text = f"{name}: version {published.version} published by {run.plan.run_id}"
+    notify(config, run.plan.run_id, "published", text, run.logger, version=published.version, uri=quantized.uri)
     return last.metrics
 
 

@@ -9,10 +9,18 @@ from flows.publish import publish
 from forge_core.artifacts import Ref
 from forge_core.config import SftRunConfig
 from tasks import stages
+from tasks.final_report import write_report
+from tasks.notify import BAD_END
 from tasks.run import Run, open_run
 
 
-@flow(name="sft", flow_run_name="{config.name}-seed{config.seed}", persist_result=False)
+@flow(
+    name="sft",
+    flow_run_name="{config.name}-seed{config.seed}",
+    persist_result=False,
+    on_failure=BAD_END,
+    on_crashed=BAD_END,
+)
 def sft(config: SftRunConfig, run_id: str | None = None) -> dict[str, float | int]:
     """Fine-tune the starting policy and publish the result."""
     with open_run(config, run_id) as run:
@@ -20,6 +28,7 @@ def sft(config: SftRunConfig, run_id: str | None = None) -> dict[str, float | in
         measure(run, policy, step=0)
         policy = fine_tune(run, policy)
         metrics = measure(run, policy, step=1)
+        write_report(run)
         publish(run, policy, metrics)
         return metrics
 

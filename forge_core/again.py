@@ -9,43 +9,48 @@ from pydantic import Field, JsonValue
 from forge_core import storage
 from forge_core.artifacts import ArtifactError, Manifest, read_manifest
 from forge_core.config import FunctionConfig, PostTrainConfig, RewardConfig
+from forge_core.credentials import NO_CREDENTIALS, StoredSettings
 from forge_core.functions import source_sha256
 from forge_core.jobs import ScoreJob, UpdateJob
 from forge_core.runs import read_run
-from forge_core.settings import Settings
 
 
-class BranchConfig(Settings):
+class BranchConfig(StoredSettings):
     """A new run from a policy version of another one."""
 
-    run: str = Field(description="URI of the run to branch from, {root}/{run_id}")
+    run: str = Field(description="URI of the run to branch from, {root}/{run_id}", json_schema_extra=NO_CREDENTIALS)
     version: int = Field(ge=0, description="Policy version to start from; its optimizer state is not taken along")
     changes: dict[str, JsonValue] = Field(
         default_factory=dict, description="Settings that differ from those of the run, e.g. {grpo.loss.fn: dapo}"
     )
 
 
-class RescoreConfig(Settings):
+class RescoreConfig(StoredSettings):
     """Other rewards for the rollouts that a run has stored."""
 
-    run: str = Field(description="URI of the run whose rollouts are scored, {root}/{run_id}")
-    root: str = Field(".forge/store", description="Where the new scores go")
+    run: str = Field(
+        description="URI of the run whose rollouts are scored, {root}/{run_id}", json_schema_extra=NO_CREDENTIALS
+    )
+    root: str = Field(".forge/store", description="Where the new scores go", json_schema_extra=NO_CREDENTIALS)
     rewards: tuple[RewardConfig, ...] = Field(min_length=1, description="Reward functions, summed with their weights")
     advantage: FunctionConfig = Field(FunctionConfig(fn="group_zscore"), description="Rewards of a group -> advantages")
 
 
-class RedoConfig(Settings):
+class RedoConfig(StoredSettings):
     """An update once more, with another loss, from the same policy, optimizer state and scored rollouts."""
 
-    policy: str = Field(description="URI of the policy version that the update made, {root}/{run_id}/policies/v0003")
-    root: str = Field(".forge/store", description="Where the new policy goes")
+    policy: str = Field(
+        description="URI of the policy version that the update made, {root}/{run_id}/policies/v0003",
+        json_schema_extra=NO_CREDENTIALS,
+    )
+    root: str = Field(".forge/store", description="Where the new policy goes", json_schema_extra=NO_CREDENTIALS)
     loss: FunctionConfig = Field(description="Per-token policy loss")
 
 
-class ReplayConfig(Settings):
+class ReplayConfig(StoredSettings):
     """A run whose updates are recomputed from its stored rollouts and compared with what it published."""
 
-    run: str = Field(description="URI of the run to verify, {root}/{run_id}")
+    run: str = Field(description="URI of the run to verify, {root}/{run_id}", json_schema_extra=NO_CREDENTIALS)
 
 
 AnyJob = TypeVar("AnyJob", ScoreJob, UpdateJob)

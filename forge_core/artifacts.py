@@ -19,9 +19,9 @@ import time
 from collections.abc import Callable, Iterable
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, JsonValue, ValidationError
+from pydantic import AfterValidator, Field, JsonValue, ValidationError
 
 from forge_core import storage
 from forge_core.settings import Settings
@@ -50,6 +50,19 @@ class ArtifactError(RuntimeError):
     """Stored data is missing, damaged, or not what a job was promised."""
 
 
+def _below(path: str) -> str:
+    """A manifest may come from anywhere, and its readers write files of these names."""
+    if "\\" in path or "\0" in path or any(part in ("", ".", "..") for part in path.split("/")):
+        raise ValueError(f"{path!r} leads out of the artifact")
+    return path
+
+
+def _one_name(attempt: str) -> str:
+    if "/" in attempt:
+        raise ValueError(f"{attempt!r} is not the name of an attempt")
+    return _below(attempt)
+
+
 class Ref(Settings):
     """A committed artifact: where it is, and what it must turn out to be."""
 
@@ -59,9 +72,9 @@ class Ref(Settings):
 
 
 class FileRecord(Settings):
-    """One file of an artifact; `path` is relative to the attempt's prefix."""
+    """One file of an artifact; `path` is relative to the attempt's prefix, and stays below it."""
 
-    path: str
+    path: Annotated[str, AfterValidator(_below)]
     num_bytes: int
     sha256: str
 
@@ -72,7 +85,7 @@ class Manifest(Settings):
     schema_version: int = SCHEMA_VERSION
     kind: Kind
     uri: str
-    attempt: str
+    attempt: Annotated[str, AfterValidator(_one_name)]
     files: tuple[FileRecord, ...]
     inputs: dict[str, Ref]
     job: dict[str, JsonValue]
@@ -126,6 +139,10 @@ def resolve(ref: Ref) -> Manifest:
     manifest = read_manifest(ref.uri)
     if manifest is None:
         raise ArtifactError(f"{ref.uri} has no manifest.json; it was deleted or never committed")
+    if manifest.uri != ref.uri:
+        raise ArtifactError(
+            f"{ref.uri} has the manifest of {manifest.uri}; artifacts are read where they were committed"
+        )
     if manifest.digest != ref.digest:
         raise ArtifactError(f"{ref.uri} holds digest {manifest.digest}, the job needs {ref.digest}")
     return manifest

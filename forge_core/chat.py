@@ -27,7 +27,7 @@ class RewrittenTurnsError(ValueError):
 
 def load_tokenizer(hf_dir: Path) -> PreTrainedTokenizerBase:
     """The tokenizer of a policy."""
-    tokenizer = AutoTokenizer.from_pretrained(hf_dir)
+    tokenizer = AutoTokenizer.from_pretrained(hf_dir, trust_remote_code=False)
     assert isinstance(tokenizer, PreTrainedTokenizerBase)
     return tokenizer
 

@@ -13,12 +13,13 @@ import yaml
 from pydantic import AfterValidator, Field, JsonValue, model_validator
 
 from forge_core.alarms import DEFAULT_ALARMS, BoundsConfig
+from forge_core.credentials import NO_CREDENTIALS, StoredSettings
 from forge_core.data_config import ChatConfig, DatasetConfig
 from forge_core.eval_config import EvalConfig, with_different_names
 from forge_core.faults import FaultPlan
 from forge_core.fit_config import DpoConfig, SftConfig
 from forge_core.gates import GatesConfig
-from forge_core.operation import RetentionConfig, TimeLimitsConfig, WarmthConfig
+from forge_core.operation import NotifyConfig, RetentionConfig, TimeLimitsConfig, WarmthConfig
 from forge_core.placement_config import PlacementConfig
 from forge_core.quantize_config import QuantizeConfig, QuantizeGatesConfig, SchemeConfig
 from forge_core.sampling_config import DynamicSamplingConfig, OverlongConfig, SamplingConfig
@@ -58,6 +59,7 @@ class PolicyConfig(Settings):
         "fresh://qwen3",
         description="fresh://qwen3, hf://org/name, a directory in Hugging Face layout or a policy version of a run "
         "(local or any fsspec URI), or a .gguf file (local or any fsspec URI)",
+        json_schema_extra=NO_CREDENTIALS,
     )
     fresh: FreshPolicyConfig = Field(default_factory=FreshPolicyConfig, description="Shape for fresh://qwen3")
 
@@ -172,11 +174,15 @@ class GrpoConfig(UpdateConfig):
         return self
 
 
-class RunConfig(Settings):
+class RunConfig(StoredSettings):
     """What every run has, whichever stages it goes through."""
 
     name: str = Field("policy", pattern=r"^[a-z0-9][a-z0-9_-]*$", description="Published as {root}/published/{name}")
-    root: str = Field(".forge/store", description="Where artifacts live: a directory or any fsspec URI (s3://bucket/x)")
+    root: str = Field(
+        ".forge/store",
+        description="Where artifacts live: a directory or any fsspec URI (s3://bucket/x)",
+        json_schema_extra=NO_CREDENTIALS,
+    )
     seed: int = Field(0, ge=0, description="Seed of initialisation, data order and sampling")
     policy: PolicyConfig = Field(default_factory=PolicyConfig, description="The starting policy")
     chat: ChatConfig = Field(default_factory=ChatConfig, description="How messages become text")
@@ -192,7 +198,9 @@ class RunConfig(Settings):
     reuse_from: str | None = Field(
         None,
         description="A run ({root}/{run_id}) or a root whose artifacts are taken over where the same job made them",
+        json_schema_extra=NO_CREDENTIALS,
     )
+    notify: NotifyConfig = Field(default_factory=NotifyConfig, description="Who hears of it")
     retention: RetentionConfig = Field(default_factory=RetentionConfig, description="Which files are deleted in time")
     fault_plan: FaultPlan | None = Field(None, description="Faults to inject on purpose; set by flows/drill.py")
     single_writer: bool = Field(

@@ -11,6 +11,7 @@ from pydantic import Field
 from forge_core import storage
 from forge_core.artifacts import FOLDERS, Manifest, read_manifest
 from forge_core.config import PostTrainConfig
+from forge_core.credentials import StoredSettings
 from forge_core.faults import Fault, FaultPlan, Point
 from forge_core.plan import Plan
 from forge_core.settings import Settings
@@ -22,7 +23,7 @@ KILL_POINTS: tuple[Point, ...] = ("work", "before_commit", "after_commit")
 NOT_COMPARED = ("train_states",)
 
 
-class DrillConfig(Settings):
+class DrillConfig(StoredSettings):
     """A small post-training that is disturbed on purpose and compared with an undisturbed one."""
 
     run: PostTrainConfig = Field(default_factory=PostTrainConfig, description="The post-training to disturb")

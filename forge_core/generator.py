@@ -92,10 +92,7 @@ class Generator:
     def __init__(self, hf_dir: Path, *, config: GeneratorConfig, seed: int) -> None:
         self._config = config
         self._served = PolicyLayout.read(hf_dir)
-        args = _engine_args(self._served, config, seed)
-        if args["dtype"] == "float32" and not torch.cuda.is_available():
-            _leave_out_kernels_for_half_precision()
-        self._llm: LLM | None = LLM(**args)
+        self._llm: LLM | None = LLM(**engine_args(hf_dir, config, seed))
 
     def load_policy(self, hf_dir: Path) -> None:
         """Serve the weights in `hf_dir` from now on, in place; nothing computed with the old ones is used again.
@@ -148,8 +145,9 @@ class Generator:
         return self._llm
 
 
-def _engine_args(layout: PolicyLayout, config: GeneratorConfig, seed: int) -> dict[str, Any]:
+def engine_args(hf_dir: Path, config: GeneratorConfig, seed: int) -> dict[str, Any]:
     """Arguments of the engine, `config.overrides` checked and included."""
+    layout = PolicyLayout.read(hf_dir)
     _check_overrides(config.overrides)
     on_gpu = torch.cuda.is_available()
     args = {
@@ -161,6 +159,8 @@ def _engine_args(layout: PolicyLayout, config: GeneratorConfig, seed: int) -> di
         "logprobs_mode": "processed_logprobs",
         "use_tqdm_on_load": False,
     }
+    if args["dtype"] == "float32" and not on_gpu:
+        _leave_out_kernels_for_half_precision()
     return args | ({} if on_gpu else _cpu_engine_args(layout, config)) | config.overrides
 
 

@@ -12,7 +12,7 @@ from pydantic import Field, ValidationError
 from forge_core import publication, storage
 from forge_core.artifacts import ArtifactError, sha256_json
 from forge_core.config import PostTrainConfig
-from forge_core.operation import RetentionConfig, TimeLimitsConfig, WarmthConfig
+from forge_core.operation import NotifyConfig, RetentionConfig, TimeLimitsConfig, WarmthConfig
 from forge_core.placement_config import PlacementConfig
 from forge_core.plan import Plan
 from forge_core.runs import is_run, read_run
@@ -26,6 +26,7 @@ _NO_REASON_TO_TRAIN = {
     "placement": PlacementConfig().model_dump(mode="json"),
     "retention": RetentionConfig().model_dump(mode="json"),
     "reuse_from": None,
+    "notify": NotifyConfig().model_dump(mode="json"),
 }
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
+from forge_core.credentials import CredentialsError
 from forge_core.settings import Settings
 
 
@@ -32,6 +33,25 @@ class TimeLimitsConfig(Settings):
     quantize: float = Field(4 * 3600, gt=0, description="Seconds to calibrate and quantize a policy")
     qat: float = Field(24 * 3600, gt=0, description="Seconds of quantization-aware training")
     speed: float = Field(3600, gt=0, description="Seconds to compare the speed of a policy and its quantized form")
+
+
+class NotifyConfig(Settings):
+    """Who hears of a run that was published, refused, skipped, or came to a bad end."""
+
+    url_env: str | None = Field(
+        None,
+        json_schema_extra={"not": {"type": "string", "pattern": "://", "title": "an address; name the variable"}},
+        description="Environment variable that holds the URL of a webhook, e.g. FORGE_WEBHOOK_URL; unset, nobody",
+    )
+
+    @field_validator("url_env", mode="before")
+    @classmethod
+    def _is_no_address(cls, value: object) -> object:
+        if isinstance(value, str) and "://" in value:
+            raise CredentialsError(
+                "notify.url_env is an address; put it in the environment, and the variable's name here"
+            )
+        return value
 
 
 class RetentionConfig(Settings):

@@ -190,6 +190,8 @@ def read_tensor_headers(hf_dir: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
     names = sorted(set(weight_map.values()) if weight_map else {path.name for path in hf_dir.glob("*.safetensors")})
     headers = {}
     for name in names:
+        if Path(name).name != name:
+            raise ValueError(f"{index_path} names {name}, which is no file beside it; copy the directory again")
         try:
             with safe_open(hf_dir / name, framework="pt") as shard:
                 for key in shard.keys():  # noqa: SIM118  (not a mapping)
@@ -208,7 +210,7 @@ def _check_weights(uri: str, out_dir: Path) -> None:
     if "quantization_config" in config:
         raise policy_error(uri, "is quantized and cannot be trained", "start from the unquantized policy")
     try:
-        AutoConfig.from_pretrained(out_dir)
+        AutoConfig.from_pretrained(out_dir, trust_remote_code=False)
         headers = read_tensor_headers(out_dir)
     except (KeyError, ValueError) as error:
         raise policy_error(uri, f"cannot be loaded ({error})", "give a complete Hugging Face directory") from error
@@ -223,7 +225,7 @@ def _check_tokenizer(uri: str, out_dir: Path) -> None:
     if not _matching([path.name for path in out_dir.iterdir()], VOCABULARY_FILES):
         raise policy_error(uri, "has no tokenizer", "add its tokenizer.json")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(out_dir)
+        tokenizer = AutoTokenizer.from_pretrained(out_dir, trust_remote_code=False)
     except Exception as error:  # transformers raises ValueError, OSError, KeyError or TypeError, by tokenizer class
         raise policy_error(uri, f"has no usable tokenizer ({error})", "add its tokenizer.json") from error
     assert tokenizer is not None

@@ -9,6 +9,7 @@ import fsspec
 
 from forge_core import storage
 from forge_core.artifacts import ArtifactError, is_pruned, read_manifest
+from forge_core.credentials import has_credentials
 
 # org/name with an optional branch, tag or commit, the form huggingface_hub accepts.
 HF_URI = re.compile(r"^hf://(?P<repo>[\w.-]+/[\w.-]+)(@(?P<revision>[\w./-]+))?$")
@@ -29,7 +30,7 @@ def validate_policy_uri(uri: str) -> None:
         raise policy_error(uri, "names no built-in shape", f"use {FRESH_URI} and set policy.fresh for its sizes")
     if uri.startswith("hf://"):
         raise policy_error(uri, "is not a model on the Hugging Face hub", "write hf://org/name[@revision]")
-    if re.search("://[^/]*@", uri):
+    if has_credentials(uri) or re.search("://[^/]*@", uri):
         raise policy_error(uri, "holds credentials", "put them in the environment (AWS_ACCESS_KEY_ID, ...)")
     _check_scheme(uri)
     try:
@@ -40,7 +41,7 @@ def validate_policy_uri(uri: str) -> None:
 
 def policy_error(uri: str, problem: str, remedy: str) -> ValueError:
     """The error for a policy that cannot be used, with any credentials in the URI left out."""
-    shown = re.sub(r"://[^/@]+@", "://***@", uri)
+    shown = re.sub(r"://.*@" if has_credentials(uri) else r"://[^/@]+@", "://***@", uri)
     return ValueError(f"policy.uri is {shown}, which {problem}; {remedy}")
 
 

@@ -114,5 +114,5 @@ def _evaluation_names(run_uri: str) -> list[str]:
 def _numbers(manifests: list[Manifest]) -> dict[str, float | int]:
     numbers: dict[str, float | int] = {}
     for one in manifests:
-        numbers |= one.summary
+        numbers |= one.summary | {f"time/{one.job['stage']}_seconds": sum(one.timings.values())}
     return numbers | {"time/iteration_seconds": sum(sum(one.timings.values()) for one in manifests)}

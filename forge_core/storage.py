@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import math
 import os
-import re
 import secrets
 import tempfile
 from collections.abc import Callable
@@ -19,6 +18,7 @@ from typing import TypeVar
 import fsspec
 from fsspec.spec import AbstractFileSystem
 
+from forge_core.credentials import REMEDY, has_credentials
 from forge_core.faults import struck
 from forge_core.storage_errors import naming_full_disk, persist, server_code
 
@@ -35,10 +35,8 @@ def absolute_uri(uri: str | Path) -> str:
     Raises ValueError for a URI that carries credentials: it would end up in logs, manifests and MLflow.
     """
     text = str(uri).rstrip("/")
-    if re.match(r"^[a-z0-9+]+://[^/]*:[^/]*@", text):
-        raise ValueError(
-            "root holds credentials (user:secret@...); put them in the environment (AWS_ACCESS_KEY_ID, ...)"
-        )
+    if has_credentials(text):
+        raise ValueError(f"a URI holds credentials (user:secret@...); {REMEDY}")
     if "://" in text:
         return text
     return Path(text).expanduser().absolute().as_uri()

@@ -26,7 +26,7 @@ from forge_core.config import PostTrainConfig
 from forge_core.drill import DrillConfig, DrillFailedError, DrillReport
 from forge_core.plan import Plan
 from tasks.processes import Log
-from tasks.tracking import tracking_uri
+from tasks.tracking_uri import tracking_uri
 
 END_GRACE_SECONDS = 5.0
 POLL_SECONDS = 0.2

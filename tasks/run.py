@@ -16,6 +16,7 @@ from forge_core.plan import Plan
 from forge_core.runs import write_run
 from tasks.placement import Placement
 from tasks.processes import Log, stage_processes
+from tasks.run_tags import run_tags
 from tasks.tracking import Tracker, tracking
 
 
@@ -42,7 +43,7 @@ def open_run(config: RunConfig, run_id: str | None) -> Iterator[Run]:
     logger.info("run %s -> %s", plan.run_id, plan.run_uri)
     with (
         stage_processes(config, logger) as processes,
-        tracking(plan, str(runtime.flow_run.id) if runtime.flow_run.id else None, logger) as tracker,
+        tracking(plan, run_tags(), logger) as tracker,
     ):
         try:
             yield Run(plan, tracker, logger)

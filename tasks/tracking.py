@@ -7,39 +7,50 @@ answer, entries wait and are tried again with the next one, and the run goes on.
 
 from __future__ import annotations
 
+import json
 import logging
-import math
 import os
 import queue
+import re
+import tempfile
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from forge_core.artifacts import Manifest, Ref, resolve
 from forge_core.gates import GateResult
 from forge_core.lineage import as_tree, upstream
 from forge_core.lineage_text import flatten
+from forge_core.manifests import file_reader
 from forge_core.plan import Plan
 from forge_core.publication import Publication
 from forge_core.samples import sample_completions
 from tasks.lineage_tracking import dataset_input, manifest_tags, model_tags
 from tasks.processes import Log
 from tasks.registry import follow_history, gate_tags, version_of
+from tasks.tracking_uri import local_home, tracking_uri
+
+if TYPE_CHECKING:
+    from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
 
 MAX_PARAM_CHARS = 6000
 PARAMS_PER_BATCH = 100
+METRICS_PER_BATCH = 1000
+HISTORY = "history.jsonl"  # of a training on a fixed dataset, see forge_core/stages/fit.py
 
 
 class Tracker:
     """What a flow tells MLflow about its artifacts."""
 
-    def __init__(self, plan: Plan, flow_run_id: str | None, logger: Log) -> None:
+    def __init__(self, plan: Plan, tags: dict[str, str] | None, logger: Log) -> None:
         self._plan = plan
-        self._flow_run_id = flow_run_id
+        self._tags = tags or {}
         self._logger = logger
+        self._system: SystemMetricsMonitor | None = None
         self._stage_runs: dict[str, str] = {}
         self._inputs: set[tuple[str, str]] = set()  # (run, digest) of the datasets logged
         self._work: queue.Queue[Callable[[], None] | None] = queue.Queue()
@@ -61,6 +72,10 @@ class Tracker:
     def record_completions(self, scored: list[Ref], per_set: int = 8) -> None:
         """Log a table of sample completions, the first ones of each rollout set."""
         self._work.put(lambda: self._log_completions(scored, per_set))
+
+    def record_files(self, files: dict[str, bytes]) -> None:
+        """Log files by name; those of an earlier attempt are replaced."""
+        self._work.put(lambda: self._log_files(files))
 
     def register(self, published: Publication) -> None:
         """Register a published policy in the model registry; the aliases follow the history of its name."""
@@ -98,6 +113,8 @@ class Tracker:
         # Imported here: it takes seconds, which pass in this thread while the first stage starts.
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")  # the default waits for minutes
         import mlflow
+        from mlflow.environment_variables import MLFLOW_ENABLE_SYSTEM_METRICS_LOGGING
+        from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
 
         logging.getLogger("alembic").setLevel(logging.WARNING)
         self._client = mlflow.MlflowClient(tracking_uri=tracking_uri())
@@ -109,12 +126,13 @@ class Tracker:
         self._experiment_id = (
             experiment.experiment_id if experiment else self._client.create_experiment(name, artifact_location=place)
         )
-        tags = {"forge.run_uri": plan.run_uri, "forge.run_id": plan.run_id}
-        if self._flow_run_id:
-            tags["prefect.flow_run_id"] = self._flow_run_id
+        tags = {"forge.run_uri": plan.run_uri, "forge.run_id": plan.run_id} | self._tags
         self._run_id = self._find_or_create(f"tags.`forge.run_uri` = '{plan.run_uri}'", plan.run_id, tags)
         self._log_params(self._run_id, flatten(plan.config.model_dump(mode="json")))
         self._client.log_dict(self._run_id, plan.config.model_dump(mode="json"), "config.json")
+        if MLFLOW_ENABLE_SYSTEM_METRICS_LOGGING.get():
+            self._system = SystemMetricsMonitor(self._run_id, resume_logging=True, tracking_uri=tracking_uri())
+            self._system.start()
 
     def _log_manifest(self, manifest: Manifest, step: int) -> None:
         stage = str(manifest.job["stage"])
@@ -126,11 +144,25 @@ class Tracker:
         stage_run = self._stage_run(manifest, stage)
         self._log_metrics(self._run_id, metrics, step, manifest, {})
         self._log_metrics(stage_run, metrics, step, manifest, manifest_tags(manifest))
+        if any(file.path == HISTORY for file in manifest.files):
+            self._log_history(manifest, stage, (self._run_id, stage_run))
         name = manifest.uri.removeprefix(self._plan.run_uri).strip("/").replace("/", "-")
         self._client.log_dict(stage_run, manifest.model_dump(mode="json"), f"manifests/step{step:04d}-{name}.json")
         datasets = [ref for ref in manifest.inputs.values() if ref.kind == "dataset"]
         self._log_inputs(self._run_id, datasets)
         self._log_inputs(stage_run, [*datasets, *(ref for ref in manifest.inputs.values() if ref.kind == "rollouts")])
+
+    def _log_history(self, manifest: Manifest, stage: str, run_ids: tuple[str, ...]) -> None:
+        """The curves of a training, a point for each optimizer step, under `{stage}/step/`."""
+        lines = [json.loads(line) for line in file_reader(manifest, HISTORY)().splitlines()]
+        points = [
+            (f"{stage}/step/{name}", value, line["step"])
+            for line in lines
+            for name, value in line.items()
+            if name != "step"
+        ]
+        for run_id in run_ids:
+            self._log_points(run_id, points, manifest)
 
     def _log_inputs(self, run_id: str, refs: list[Ref]) -> None:
         new = [ref for ref in refs if (run_id, ref.digest) not in self._inputs]
@@ -173,6 +205,12 @@ class Tracker:
             if "completions.json" not in existing:
                 self._client.log_table(self._run_id, table, "completions.json")
 
+    def _log_files(self, files: dict[str, bytes]) -> None:
+        with tempfile.TemporaryDirectory() as directory:
+            for name, content in files.items():
+                (Path(directory) / name).write_bytes(content)
+            self._client.log_artifacts(self._run_id, directory)
+
     def _register(self, name: str, policy: Ref, gates: tuple[GateResult, ...]) -> None:
         lineage = upstream(policy)
         self._client.log_text(self._run_id, lineage.model_dump_json(indent=1), "lineage.json")
@@ -187,9 +225,12 @@ class Tracker:
         follow_history(self._client, self._plan.config.root, name)
 
     def _find_or_create(self, query: str, name: str, tags: dict[str, str]) -> str:
+        from mlflow.entities import RunTag
+
         found = self._client.search_runs([self._experiment_id], query, max_results=1)
         if found:
             self._client.update_run(found[0].info.run_id, status="RUNNING")
+            self._client.log_batch(found[0].info.run_id, tags=[RunTag(key, value) for key, value in tags.items()])
             return found[0].info.run_id
         return self._client.create_run(self._experiment_id, run_name=name, tags=tags).info.run_id
 
@@ -205,17 +246,31 @@ class Tracker:
     def _log_metrics(
         self, run_id: str, metrics: dict[str, float | int], step: int, manifest: Manifest, tags: dict[str, str]
     ) -> None:
-        from mlflow.entities import Metric, RunTag
+        from mlflow.entities import RunTag
+
+        points = [(name, value, step) for name, value in metrics.items()]
+        self._log_points(run_id, points, manifest)
+        self._client.log_batch(run_id, tags=[RunTag(name, value) for name, value in tags.items()])
+
+    def _log_points(self, run_id: str, points: list[tuple[str, float, int]], manifest: Manifest) -> None:
+        """Log numbers with their steps at the time of an artifact, so that logging them again changes nothing."""
+        from mlflow.entities import Metric
 
         timestamp = round(datetime.fromisoformat(manifest.created_at).timestamp() * 1000)
-        entries = [
-            Metric(name, float(value), timestamp, step) for name, value in metrics.items() if math.isfinite(value)
-        ]
-        self._client.log_batch(run_id, metrics=entries, tags=[RunTag(name, value) for name, value in tags.items()])
+        entries = [Metric(metric_name(name), float(value), timestamp, step) for name, value, step in points]
+        for begin in range(0, len(entries), METRICS_PER_BATCH):
+            self._client.log_batch(run_id, metrics=entries[begin : begin + METRICS_PER_BATCH])
 
     def _end(self, status: str) -> None:
+        if self._system is not None:
+            self._system.finish()
         for run_id in (*self._stage_runs.values(), self._run_id):
             self._client.set_terminated(run_id, status)
+
+
+def metric_name(name: str) -> str:
+    """The name as MLflow takes it: an underscore for each character that it refuses, such as @ and parentheses."""
+    return re.sub(r"[^\w\-. :/]", "_", name, flags=re.ASCII)
 
 
 def _is_unreachable(error: Exception) -> bool:
@@ -223,27 +278,12 @@ def _is_unreachable(error: Exception) -> bool:
 
 
 @contextmanager
-def tracking(plan: Plan, flow_run_id: str | None, logger: Log) -> Iterator[Tracker]:
-    """A tracker that is flushed and closed at the end of the block."""
-    tracker = Tracker(plan, flow_run_id, logger)
+def tracking(plan: Plan, tags: dict[str, str] | None, logger: Log) -> Iterator[Tracker]:
+    """A tracker that is flushed and closed at the end of the block; `tags` describe the run beyond its plan."""
+    tracker = Tracker(plan, tags, logger)
     try:
         yield tracker
     except BaseException:
         tracker.close("FAILED")
         raise
     tracker.close("FINISHED")
-
-
-def tracking_uri() -> str:
-    """MLFLOW_TRACKING_URI, or a local SQLite file when it is not set."""
-    configured = os.environ.get("MLFLOW_TRACKING_URI")
-    if configured:
-        return configured
-    return f"sqlite:///{local_home() / 'mlflow.db'}"
-
-
-def local_home() -> Path:
-    """The directory of local data, created when missing."""
-    home = Path(".forge").absolute()
-    home.mkdir(exist_ok=True)
-    return home

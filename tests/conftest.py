@@ -31,6 +31,7 @@ os.environ |= {
 
 from deployments import object_stores, services
 from deployments.local_service import Service, wait_ready
+from tests.webhook import Webhook, listening
 
 
 def pytest_unconfigure() -> None:
@@ -59,6 +60,13 @@ def mlflow_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]
         wait_ready(server)
         patch.setenv("MLFLOW_TRACKING_URI", server.url)
         yield server
+
+
+@pytest.fixture
+def webhook() -> Iterator[Webhook]:
+    """An address that people are told at."""
+    with listening() as hook:
+        yield hook
 
 
 @pytest.fixture(scope="session")

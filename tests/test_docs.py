@@ -123,6 +123,7 @@ def test_the_settings_in_the_operations_document_are_settings():
     import yaml
 
     text = (Path(__file__).parent.parent / "docs" / "operations.md").read_text()
-    gates, placement = [yaml.safe_load(block) for block in re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)]
+    gates, notify, placement = (yaml.safe_load(block) for block in re.findall(r"```yaml\n(.*?)```", text, re.DOTALL))
     assert GatesConfig.model_validate(gates["gates"]).are_set
+    assert PostTrainConfig.model_validate(notify).notify.url_env == "FORGE_WEBHOOK_URL"
     assert PlacementConfig.model_validate(placement["placement"]).pools["rollout"] == ("spot", "reserved")

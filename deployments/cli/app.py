@@ -164,6 +164,18 @@ def history(name: Name, root: Root = DEFAULT_ROOT, as_json: Json = False) -> Non
 
 
 @app.command()
+def serve(
+    name: Name,
+    root: Root = DEFAULT_ROOT,
+    port: Annotated[int, typer.Option(help="Port to listen on, on this machine alone")] = 8000,
+) -> None:
+    """Serve what a name points at, with the engine settings of its run, until Ctrl-C; promotions are followed."""
+    from deployments.cli.publishing import serve as serve_published
+
+    serve_published(root, name, port)
+
+
+@app.command()
 def gc(
     root: Annotated[str, typer.Argument(help="Where artifacts live")] = DEFAULT_ROOT,
     run: Annotated[str | None, typer.Option(help="Look at this run alone")] = None,

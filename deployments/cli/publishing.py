@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
 import sys
 
@@ -17,6 +19,8 @@ from forge_core.gates import GateResult, failures, judge
 from forge_core.manifests import find, root_of, run_of
 from forge_core.publication import Publication
 from forge_core.runs import read_run
+from forge_core.serve_config import ServeConfig
+from forge_core.serving import follow
 
 
 def publish(uri: str, name: str | None, *, force: bool, as_json: bool) -> None:
@@ -83,6 +87,21 @@ def show_history(root: str, name: str, *, as_json: bool) -> None:
         version, policy = str(record.version), record.policy.uri.rpartition("/")[2]
         table.add_row(version, record.published_at[:19], record.run_id, policy, ", ".join(said))
     Console().print(table)
+
+
+def serve(root: str, name: str, port: int) -> None:
+    """Serve a published name until Ctrl-C."""
+    published = publication.champion(root, name)
+    if published is None:
+        raise ValueError(f"{publication.published_uri(root, name)} has no history; check the name and --root")
+    generator = read_run(run_of(published.policy.uri)).settings().generator
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s")
+    with contextlib.suppress(KeyboardInterrupt):
+        follow(
+            ServeConfig(name=name, root=root, port=port, generator=generator),
+            logging.getLogger("forge"),
+            lambda _: None,
+        )
 
 
 def _evaluations(policy: Ref, config: RunConfig) -> dict[str, Manifest]:

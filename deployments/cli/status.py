@@ -13,6 +13,17 @@ from rich.text import Text
 
 from forge_core.run_status import COLUMNS, RunStatus, run_status
 
+WIDE = 110  # columns of a terminal that has room for the whole titles
+SHORT_TITLES = {
+    "truncated": "trunc",
+    "groups to learn from": "groups",
+    "clipped": "clip",
+    "KL to reference": "KL",
+    "log-prob gap": "gap",
+    "gradient norm": "grad",
+    "seconds": "s",
+}
+
 
 def show(run: str, *, follow: bool, every: float, as_json: bool) -> None:
     """Print a run once, or again and again until it is done."""
@@ -23,21 +34,23 @@ def show(run: str, *, follow: bool, every: float, as_json: bool) -> None:
             found = run_status(run)
         sys.stdout.write(found.model_dump_json(indent=1) + "\n")
         return
-    if not follow:
-        Console().print(page(found))
-        return
-    with Live(page(found), auto_refresh=False) as live:
-        while not found.is_done:
-            time.sleep(every)
-            found = run_status(run)
-            live.update(page(found), refresh=True)
+    console = Console()
+    if follow and not found.is_done:
+        # What does not fit on the screen would be cut off below, where the newest iteration is.
+        with Live(console=console, auto_refresh=False, transient=True) as live:
+            while not found.is_done:
+                live.update(page(found, width=console.width, height=console.height), refresh=True)
+                time.sleep(every)
+                found = run_status(run)
+    console.print(page(found, width=console.width))
 
 
-def page(found: RunStatus) -> Group:
-    """The head, the iterations and the evaluations of a run."""
+def page(found: RunStatus, *, width: int, height: int | None = None) -> Group:
+    """The head, the iterations and the evaluations of a run; of the iterations the newest that fit in a height."""
     parts: list[Text | Table] = [_head(found)]
     if found.num_iterations:
-        parts.append(_iterations(found))
+        num_other_lines = 8 + (2 + len(found.evaluations) if found.evaluations else 0)
+        parts.append(_iterations(found, width, max(3, height - num_other_lines) if height else None))
     if found.evaluations:
         parts.append(_evaluations(found))
     return Group(*parts)
@@ -45,10 +58,10 @@ def page(found: RunStatus) -> Group:
 
 def _head(found: RunStatus) -> Text:
     lines = [f"{found.name}  {found.run_uri}", f"started {found.started_at[:19]} UTC"]
+    lines[1] += f", {found.num_done} of {found.num_iterations} iterations" if found.num_iterations else ""
     if found.last_commit_at is not None:
         age = (datetime.now(UTC) - datetime.fromisoformat(found.last_commit_at)).total_seconds()
-        lines[1] += f", last commit {found.last_artifact} {_ago(age)}"
-    lines[1] += f", {found.num_done} of {found.num_iterations} iterations" if found.num_iterations else ""
+        lines.append(f"last commit {found.last_artifact} {_ago(age)}")
     return Text("\n".join(lines))
 
 
@@ -59,12 +72,19 @@ def _ago(seconds: float) -> str:
     return f"{seconds:.0f} s ago"
 
 
-def _iterations(found: RunStatus) -> Table:
+def _iterations(found: RunStatus, width: int, max_rows: int | None) -> Table:
     shown = {title: column for title, column in COLUMNS.items() if any(column[0] in row for row in found.iterations)}
-    table = Table("iteration", *shown, title="iterations", title_justify="left", box=None, padding=(0, 1))
+    is_narrow = width < WIDE
+    titles = [SHORT_TITLES.get(title, title) for title in shown] if is_narrow else list(shown)
+    first = max(0, len(found.iterations) - max_rows) if max_rows else 0
+    name = f"iterations, {first} earlier ones not shown" if first else "iterations"
+    table = Table(
+        "" if is_narrow else "iteration", *titles, title=name, title_justify="left", box=None, padding=(0, 1),
+        pad_edge=not is_narrow, collapse_padding=is_narrow,
+    )  # fmt: skip
     for column in table.columns:
         column.justify = "right"
-    for number, row in enumerate(found.iterations):
+    for number, row in list(enumerate(found.iterations))[first:]:
         cells = (format(row[name], form) if name in row else "-" for name, form in shown.values())
         table.add_row(str(number), *cells)
     return table

@@ -38,7 +38,7 @@ def run(job: QuantizeJob, workspace: Workspace) -> Manifest:
     watch, settings = Stopwatch(), job.quantize.calibration
     with watch("load"):
         _, hf_dir = workspace.fetch(job.policy)
-        model = AutoModelForCausalLM.from_pretrained(hf_dir, dtype="auto").eval()
+        model = AutoModelForCausalLM.from_pretrained(hf_dir, dtype="auto", trust_remote_code=False).eval()
         model.to("cuda" if torch.cuda.is_available() else "cpu")
         pool, heldout = split(_sequences(job, workspace, hf_dir), settings.num_heldout, job.seed)
     with watch("quantize"):

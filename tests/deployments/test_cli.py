@@ -228,3 +228,8 @@ def test_a_name_without_a_history_cannot_be_rolled_back(tmp_path: Path):
     with pytest.raises(artifacts.ArtifactError, match="published/none has no history"):
         forge("rollback", "none", "--root", str(tmp_path))
     assert publication.versions(str(tmp_path), "none") == []
+
+
+def test_serving_a_name_that_was_never_published_is_an_error(tmp_path: Path):
+    with pytest.raises(ValueError, match="has no history; check the name and --root"):
+        CliRunner().invoke(app, ["serve", "quickstart", "--root", str(tmp_path)], catch_exceptions=False)

@@ -26,6 +26,7 @@ EXPECTED = {
     "grpo/default",
     "evaluate/default",
     "quantize/default",
+    "serve/quickstart",
 }
 
 

@@ -13,13 +13,14 @@ from deployments.local_service import Service, wait_ready
 @pytest.fixture(scope="session")
 def start_worker(
     prefect_server: Service, mlflow_server: Service, seaweed_server: Service, tmp_path_factory: pytest.TempPathFactory
-) -> Callable[[], Service]:
-    """Starts a worker whose flow runs find MLflow and S3 in their environment."""
+) -> Callable[..., Service]:
+    """Starts a worker whose flow runs find MLflow and S3, and what it is given, in their environment."""
     services.deploy_all(prefect_server.url, tmp_path_factory.mktemp("deploy"))
     env = object_stores.s3_env(seaweed_server.url) | {"MLFLOW_TRACKING_URI": mlflow_server.url, "HF_HUB_OFFLINE": "1"}
 
-    def start() -> Service:
-        started = services.start_worker(services.POOL, tmp_path_factory.mktemp("worker"), prefect_server.url, env=env)
+    def start(**more: str) -> Service:
+        home = tmp_path_factory.mktemp("worker")
+        started = services.start_worker(services.POOL, home, prefect_server.url, env=env | more)
         wait_ready(started)
         return started
 
@@ -27,6 +28,6 @@ def start_worker(
 
 
 @pytest.fixture
-def worker(start_worker: Callable[[], Service]) -> Iterator[Service]:
+def worker(start_worker: Callable[..., Service]) -> Iterator[Service]:
     with start_worker() as started:
         yield started

@@ -9,11 +9,11 @@ from prefect.client.schemas.objects import FlowRun
 from pydantic import BaseModel
 
 
-def start_run(config: BaseModel, run_id: str, deployment: str = "post-train/quickstart") -> FlowRun:
-    """A run of a deployment with this config, left to the worker."""
+def start_run(config: BaseModel, run_id: str | None, deployment: str = "post-train/quickstart") -> FlowRun:
+    """A run of a deployment with this config, left to the worker; `run_id` is None for a flow that takes none."""
     with get_client(sync_client=True) as client:
         found = client.read_deployment_by_name(deployment)
-        parameters = {"config": config.model_dump(mode="json"), "run_id": run_id}
+        parameters = {"config": config.model_dump(mode="json")} | ({"run_id": run_id} if run_id else {})
         return client.create_flow_run_from_deployment(found.id, parameters=parameters)
 
 

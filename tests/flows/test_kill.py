@@ -15,11 +15,14 @@ from prefect.client.schemas.objects import FlowRun
 from prefect.states import AwaitingRetry, Cancelling, Crashed
 
 from deployments.local_service import Service
+from forge_core import storage
 from forge_core.artifacts import read_manifest
 from forge_core.config import PostTrainConfig
+from forge_core.operation import NotifyConfig
 from forge_core.plan import Plan
 from tests.flows.deployed import finished, start_run
 from tests.pipeline import policies, run_pipeline, tiny_config, weights_sha256
+from tests.webhook import Webhook
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -58,7 +61,7 @@ def test_a_cancelled_run_leaves_no_process_within_ten_seconds(worker: Service, s
 
 
 def test_a_run_whose_every_process_was_killed_goes_on_when_it_is_retried(
-    start_worker: Callable[[], Service], seaweed_s3: str, tmp_path: Path
+    start_worker: Callable[..., Service], seaweed_s3: str, tmp_path: Path
 ):
     config = tiny_config(f"{seaweed_s3}/killed")
     expected = weights_sha256(run_pipeline(tiny_config(str(tmp_path)), "undisturbed"))
@@ -81,3 +84,19 @@ def test_a_run_whose_every_process_was_killed_goes_on_when_it_is_retried(
     made = policies(Plan(config, "killed"))
     assert weights_sha256(made) == expected
     assert made[: len(kept)] == kept  # manifests and all: what was there was not made again
+
+
+def test_people_hear_of_a_run_whose_process_was_killed(
+    start_worker: Callable[..., Service], webhook: Webhook, seaweed_s3: str
+):
+    config = tiny_config(f"{seaweed_s3}/crashed", notify=NotifyConfig(url_env="KILLED_WEBHOOK"))
+    with start_worker(KILLED_WEBHOOK=webhook.url) as worker:
+        run = start_run(config, "crashed")
+        while not storage.exists(f"{Plan(config, 'crashed').run_uri}/run.json"):
+            time.sleep(0.2)
+        [flow] = psutil.Process(worker.pid).children()
+        flow.kill()
+        while not webhook.received:  # the test's own time limit ends this
+            time.sleep(0.2)
+    [told] = webhook.received
+    assert (told["event"], told["run_id"], told["flow_run_id"]) == ("crashed", "crashed", str(run.id))

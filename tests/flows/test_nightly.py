@@ -16,10 +16,12 @@ from forge_core.config import PostTrainConfig
 from forge_core.jobs import EvaluateJob, StageJob
 from forge_core.manifests import find
 from forge_core.nightly import from_champion
+from forge_core.operation import NotifyConfig
 from forge_core.plan import Plan
 from forge_core.runs import read_run
 from tests.pipeline import tiny_config
 from tests.prunable_runs import commit
+from tests.webhook import Webhook
 
 pytestmark = pytest.mark.slow
 
@@ -60,9 +62,10 @@ def store_evaluation(job: EvaluateJob) -> None:
         )
 
 
-def test_three_nights(prefect_server: Service, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_three_nights(prefect_server: Service, webhook: Webhook, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)  # MLflow's local file
-    config = tiny_config(str(tmp_path), name="nights", keep_warm=COLD)
+    monkeypatch.setenv("NIGHTS_WEBHOOK", webhook.url)
+    config = tiny_config(str(tmp_path), name="nights", keep_warm=COLD, notify=NotifyConfig(url_env="NIGHTS_WEBHOOK"))
     config = config.model_copy(update={"grpo": config.grpo.model_copy(update={"num_iterations": 0})})
     store_night(config, "first")
     assert nightly(config, run_id="first")["eval/heldout/accuracy"] == 0.5
@@ -84,3 +87,5 @@ def test_three_nights(prefect_server: Service, tmp_path: Path, monkeypatch: pyte
     newest = publication.champion(config.root, "nights")
     assert newest is not None
     assert (newest.version, newest.previous, newest.run_id) == (2, 1, "third")
+    told = [(one["run_id"], one["event"]) for one in webhook.received]
+    assert told == [("first", "published"), ("second", "skipped"), ("third", "published")]

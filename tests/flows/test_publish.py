@@ -32,12 +32,14 @@ from forge_core.artifacts import Ref
 from forge_core.config import PostTrainConfig
 from forge_core.gates import GatesConfig
 from forge_core.manifests import find
+from forge_core.operation import NotifyConfig
 from forge_core.plan import Plan
 from tasks import registry
 from tasks.run import Run
 from tasks.tracking import tracking
 from tests.pipeline import tiny_config
 from tests.stored_runs import commit, store_run
+from tests.webhook import Webhook
 
 pytestmark = pytest.mark.slow
 
@@ -88,9 +90,15 @@ def newest_page() -> str:
 
 
 def test_a_worse_policy_leaves_the_champion_and_everybody_is_told_and_a_rollback_moves_the_aliases(
-    prefect_server: Service, mlflow_server: Service, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    prefect_server: Service,
+    mlflow_server: Service,
+    webhook: Webhook,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ):
-    config = tiny_config(str(tmp_path), name="gated", gates=GATES)
+    monkeypatch.setenv("GATED_WEBHOOK", webhook.url)
+    config = tiny_config(str(tmp_path), name="gated", gates=GATES, notify=NotifyConfig(url_env="GATED_WEBHOOK"))
     root = config.root
     good, good_policy = evaluated(config, "good", num_right=60)
     first = run_publish(good, good_policy)
@@ -132,6 +140,9 @@ def test_a_worse_policy_leaves_the_champion_and_everybody_is_told_and_a_rollback
     assert client.get_model_version_by_alias("gated", "champion").tags["forge.uri"] == good_policy.uri
     again = run_publish(better, better_policy)  # a retry of the flow run
     assert again == second
+    told = [(one["event"], one["run_id"]) for one in webhook.received if one["name"] == "gated"]
+    assert told == [("published", "good"), ("refused", "worse"), ("published", "better")], "and not once more"
+    assert reason in webhook.received[1]["text"]
     champion = publication.champion(root, "gated")
     assert champion is not None
     assert champion.policy == good_policy

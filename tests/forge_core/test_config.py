@@ -18,6 +18,7 @@ from forge_core.config import (
 from forge_core.drill import DrillConfig
 from forge_core.plan import Plan
 from forge_core.quantize_run import QuantizeRunConfig
+from forge_core.serve_config import ServeConfig
 
 CONFIGS = Path(__file__).parent.parent.parent / "deployments" / "configs"
 
@@ -86,7 +87,6 @@ def test_a_setting_that_cannot_work_is_refused(changes, message):
             "advantage batch_std compares a whole batch, which would then be several; use .* group_zscore",
         ),
         ({"policy": {"uri": "/no/such/place"}}, "policy.uri"),
-        ({"root": "s3://key:secret@bucket/x"}, "put them in the environment"),
         ({"root": "nosuchprotocol://x"}, "root is nosuchprotocol://x, which cannot be written"),
     ],
 )
@@ -112,6 +112,7 @@ def test_every_shipped_config_loads_and_opens_with_its_command(path: Path):
         "quantize": QuantizeRunConfig,
         "drill": DrillConfig,
         "soak": DrillConfig,
+        "serve": ServeConfig,
     }
     load_config(path, models.get(path.stem, PostTrainConfig))
     assert path.read_text().startswith(("# python -m ", "# prefect deployment run ", "# make "))
