@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -96,4 +97,13 @@ def take(num_total: int, *, start: int, count: int, seed: int, digest: str) -> l
     return [epochs[position // num_total][position % num_total] for position in range(start, start + count)]
 
 
+@dataclass(frozen=True)
+class BatchRewards:
+    """What a reward over a whole batch returns when it has numbers to report besides the rewards."""
+
+    values: Sequence[float | None]  # [N]
+    metrics: Mapping[str, float]
+
+
 Reward = Callable[[str, Example], float | None]
+BatchReward = Callable[[list[str], list[Example]], Sequence[float | None] | BatchRewards]

@@ -14,7 +14,7 @@ import hashlib
 import importlib
 import importlib.util
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -35,6 +35,8 @@ BUILT_INS: dict[Role, dict[str, str]] = {
         "regex": "forge_core.rewards.form:regex",
         "length": "forge_core.rewards.form:length",
         "code": "forge_core.rewards.code:code",
+        "judge": "forge_core.rewards.judge:judge",
+        "reward_model": "forge_core.rewards.reward_model:reward_model",
         "reasoning_gym": "forge_core.rewards.gym:reasoning_gym",
     },
     "advantage": {
@@ -64,7 +66,8 @@ BUILT_INS: dict[Role, dict[str, str]] = {
 }
 _POSITIONAL: dict[Role, int] = {"reward": 2, "advantage": 1, "loss": 1, "dataset": 0}
 _EXPECTED: dict[Role, str] = {
-    "reward": "(completion: str, example: Example, **settings) -> float | None",
+    "reward": "(completion: str, example: Example, **settings) -> float | None or (completions: list[str], examples: "
+    "list[Example], **settings) -> list[float | None]",
     "advantage": "(rewards: Tensor, **settings) -> Tensor or (inputs: AdvantageInputs, **settings) -> Tensor",
     "loss": "(inputs: LossInputs, **settings) -> LossOutput",
     "dataset": "(**settings) -> Iterator[Example]",
@@ -104,11 +107,24 @@ def check_function(config: FunctionConfig, role: Role) -> None:
         raise ValueError(f"{role} {config.fn} needs kwargs {', '.join(missing)}; {expected}")
 
 
-def is_over_batch(config: FunctionConfig) -> bool:
-    """Whether an advantage takes the whole batch (its argument is declared as AdvantageInputs), not one group."""
-    arguments = _definition(import_string(config.fn, "advantage"), "advantage").args
+def is_over_batch(config: FunctionConfig, role: Role) -> bool:
+    """Whether a function takes a whole batch, by how its first argument is declared.
+
+    An advantage does with AdvantageInputs, not one group; a reward with list[str], all completions at once.
+    """
+    arguments = _definition(import_string(config.fn, role), role).args
     first = [*arguments.posonlyargs, *arguments.args][0]
-    return first.annotation is not None and ast.unparse(first.annotation).strip("'\"").endswith("AdvantageInputs")
+    if first.annotation is None:
+        return False
+    declared = ast.unparse(first.annotation).strip("'\"")
+    return declared in ("list[str]", "Sequence[str]") if role == "reward" else declared.endswith("AdvantageInputs")
+
+
+def labels(configs: Sequence[FunctionConfig]) -> list[str]:
+    """Short names for metrics; of several functions of one name, the second is `{name}_1`."""
+    names = [config.fn.rpartition(":")[2] for config in configs]
+    earlier = [names[:place].count(name) for place, name in enumerate(names)]
+    return [f"{name}_{count}" if count else name for name, count in zip(names, earlier, strict=True)]
 
 
 def source_sha256(config: FunctionConfig, role: Role) -> str:

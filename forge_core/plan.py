@@ -81,7 +81,7 @@ class Plan:
                     f"({config.generator.max_model_len}): the trainer could not take the longest rollout; raise "
                     "row_tokens or lower max_model_len"
                 )
-            if grpo.dynamic_sampling is not None and is_over_batch(grpo.advantage):
+            if grpo.dynamic_sampling is not None and is_over_batch(grpo.advantage, "advantage"):
                 raise ValueError(
                     f"dynamic_sampling is set and advantage {grpo.advantage.fn} compares a whole batch, which would "
                     "then be several; use one that compares within a group, such as group_zscore"

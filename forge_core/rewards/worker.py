@@ -4,7 +4,8 @@
 
 FD is one end of a socket pair that carries JSON, one value a line. The owner first sends the functions, answered by
 {"ready": true} once they are imported, then batches of two lines: calls [[function index, completion], ...] and their
-examples. Every call gets its answer as soon as it has one: {"value": number or null} or {"error": message}.
+examples. Every call gets its answer as soon as it has one: {"value": number or null} or {"error": message}. A function
+over whole batches gets one call for all; {"metrics": {...}} comes before its values.
 
 Imports no torch, so that it starts fast.
 """
@@ -25,8 +26,8 @@ from collections.abc import Iterator
 from pydantic import TypeAdapter
 
 from forge_core.config import FunctionConfig
-from forge_core.examples import Example, Reward
-from forge_core.functions import load_function
+from forge_core.examples import BatchReward, BatchRewards, Example, Reward
+from forge_core.functions import is_over_batch, load_function
 
 _EXAMPLES = TypeAdapter(list[Example])
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -39,6 +40,28 @@ def call_reward(fn: Reward, name: str, completion: str, example: Example) -> flo
         value = fn(completion, example)
     except Exception as error:
         raise ValueError(f"reward {name} raised {error!r} on example {example.id}; {_REMEDY}") from error
+    return _number(value, name, example)
+
+
+def call_over_batch(fn: BatchReward, name: str, completions: list[str], examples: list[Example]) -> BatchRewards:
+    """The rewards of a whole batch; NaN for None. Raises ValueError naming the function, ConnectionError if it does."""
+    try:
+        found = fn(completions, examples)
+    except ConnectionError as error:
+        raise ConnectionError(f"reward {name}: {error}") from error
+    except Exception as error:
+        raise ValueError(f"reward {name} raised {error!r} on a batch of {len(examples)}; fix the function") from error
+    if not isinstance(found, BatchRewards):
+        found = BatchRewards(found, {})
+    if len(found.values) != len(examples):
+        raise ValueError(
+            f"reward {name} returned {len(found.values)} values for {len(examples)} completions; {_REMEDY}"
+        )
+    pairs = zip(found.values, examples, strict=True)
+    return BatchRewards([_number(value, name, example) for value, example in pairs], found.metrics)
+
+
+def _number(value: object, name: str, example: Example) -> float:
     if value is None:
         return math.nan
     if not isinstance(value, int | float) or not abs(value) <= sys.float_info.max:
@@ -56,15 +79,26 @@ def answers(requests: Iterator[bytes]) -> Iterator[dict]:
         except Exception as error:
             yield {"error": f"reward {config.fn} cannot be imported: {error!r}; fix its module"}
             return
+    over_batch = [is_over_batch(config, "reward") for config in configs]
     yield {"ready": True}
-    for calls, examples in zip(requests, requests, strict=False):
-        for (index, completion), example in zip(json.loads(calls), _EXAMPLES.validate_json(examples), strict=True):
-            try:
-                value = call_reward(functions[index], configs[index].fn, completion, example)
-            except ValueError as error:
-                yield {"error": str(error)}
-                return
-            yield {"value": None if math.isnan(value) else value}
+    for line, examples_line in zip(requests, requests, strict=False):
+        calls, examples = json.loads(line), _EXAMPLES.validate_json(examples_line)
+        try:
+            if over_batch[calls[0][0]]:
+                completions = [completion for _, completion in calls]
+                found = call_over_batch(functions[0], configs[0].fn, completions, examples)
+                yield {"metrics": dict(found.metrics)}
+                yield from map(_answer, found.values)
+                continue
+            for (index, completion), example in zip(calls, examples, strict=True):
+                yield _answer(call_reward(functions[index], configs[index].fn, completion, example))
+        except (ValueError, ConnectionError) as error:
+            yield {"error": str(error), "is_transient": isinstance(error, ConnectionError)}
+            return
+
+
+def _answer(value: float | None) -> dict:
+    return {"value": None if value is None or math.isnan(value) else value}
 
 
 def main() -> None:

@@ -96,6 +96,7 @@ def describe(rows: list[dict], scored: RewardValues, name: str, k: int) -> dict[
         f"eval/{name}/num_examples": len(rows),
         f"eval/{name}/timeouts": scored.num_timeouts,
         f"eval/{name}/crashes": scored.num_crashes,
+        **{f"eval/{name}/{metric}": value for metric, value in scored.metrics.items()},
     }
 
 
