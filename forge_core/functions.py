@@ -18,7 +18,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal
 
+from forge_core.artifacts import sha256_json
 from forge_core.config import FunctionConfig
+from forge_core.content import content_digest
 
 PARSE_ATTEMPTS = 10
 
@@ -105,6 +107,8 @@ def check_function(config: FunctionConfig, role: Role) -> None:
     missing = [name for name in required if name not in config.kwargs]
     if missing:
         raise ValueError(f"{role} {config.fn} needs kwargs {', '.join(missing)}; {expected}")
+    if isinstance(weights := config.kwargs.get("weights"), str):
+        content_digest(weights)
 
 
 def is_over_batch(config: FunctionConfig, role: Role) -> bool:
@@ -128,9 +132,24 @@ def labels(configs: Sequence[FunctionConfig]) -> list[str]:
 
 
 def source_sha256(config: FunctionConfig, role: Role) -> str:
-    """SHA-256 of the file that defines the function: an edited reward is another reward."""
+    """SHA-256 of the file that defines the function: an edited reward is another reward.
+
+    With a setting called `weights`, of what lies there as well: so is one with other weights.
+    """
     path, _ = _locate(import_string(config.fn, role), role)
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    weights = config.kwargs.get("weights")
+    return sha256_json([digest, content_digest(weights)]) if isinstance(weights, str) else digest
+
+
+def reward_sources(rewards: Sequence[FunctionConfig]) -> dict[str, str]:
+    """`source_sha256` of each reward by its fn; of several with one fn, the second is `{fn}_1`."""
+    names = [reward.fn for reward in rewards]
+    counts = [names[:place].count(name) for place, name in enumerate(names)]
+    return {
+        f"{reward.fn}_{count}" if count else reward.fn: source_sha256(reward, "reward")
+        for reward, count in zip(rewards, counts, strict=True)
+    }
 
 
 def load_function(config: FunctionConfig, role: Role) -> Callable:

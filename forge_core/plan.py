@@ -17,7 +17,7 @@ from forge_core.config import (
     SftRunConfig,
 )
 from forge_core.fit_config import SftConfig
-from forge_core.functions import check_function, is_over_batch, source_sha256
+from forge_core.functions import check_function, is_over_batch, reward_sources, source_sha256
 from forge_core.jobs import (
     DatasetJob,
     DpoJob,
@@ -195,7 +195,6 @@ class Plan:
         """Rewards and advantages of a rollout set."""
         grpo = self.grpo_config
         assert grpo is not None
-        sources = {reward.fn: source_sha256(reward, "reward") for reward in grpo.rewards}
         return ScoreJob(
             output=self._iteration_uri("scored", iteration, refill),
             rollouts=rollouts,
@@ -208,7 +207,8 @@ class Plan:
             overlong=grpo.overlong,
             drop_truncated=grpo.drop_truncated,
             max_tokens=grpo.sampling.max_tokens if grpo.overlong else 0,
-            source_sha256=sources | {grpo.advantage.fn: source_sha256(grpo.advantage, "advantage")},
+            source_sha256=reward_sources(grpo.rewards)
+            | {grpo.advantage.fn: source_sha256(grpo.advantage, "advantage")},
         )
 
     def update(self, policy: Ref, scored: Sequence[Ref], iteration: int) -> UpdateJob:
