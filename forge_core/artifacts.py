@@ -31,9 +31,18 @@ logger = logging.getLogger(__name__)
 SCHEMA_VERSION = 1
 UPLOAD_ATTEMPTS = 3
 # Where the artifacts of a run lie, {run}/{folder}/...; evaluations lie in {run}/evals/{version}/... .
-FOLDERS = ("datasets", "policies", "rollouts", "reference_logprobs", "scored", "train_states", "quantized")
+FOLDERS = ("datasets", "policies", "rollouts", "reference_logprobs", "scored", "train_states", "quantized", "overlaps")
 Kind = Literal[
-    "dataset", "policy", "train_state", "rollouts", "reference_logprobs", "scored", "eval", "quantized_policy"
+    "dataset",
+    "policy",
+    "train_state",
+    "rollouts",
+    "reference_logprobs",
+    "scored",
+    "eval",
+    "quantized_policy",
+    "overlap",
+    "reward_model",
 ]
 
 

@@ -13,7 +13,7 @@ import yaml
 from pydantic import Field, JsonValue, model_validator
 
 from forge_core.alarms import DEFAULT_ALARMS, BoundsConfig
-from forge_core.data_config import ChatConfig, DatasetConfig
+from forge_core.data_config import ChatConfig, DatasetConfig, OverlapConfig
 from forge_core.faults import FaultPlan
 from forge_core.fit_config import DpoConfig, SftConfig
 from forge_core.gates import GatesConfig
@@ -177,6 +177,7 @@ class RunConfig(Settings):
     policy: PolicyConfig = Field(default_factory=PolicyConfig, description="The starting policy")
     chat: ChatConfig = Field(default_factory=ChatConfig, description="How messages become text")
     evals: tuple[EvalConfig, ...] = Field((EvalConfig(),), description="Held-out evaluations")
+    overlap: OverlapConfig = Field(default_factory=OverlapConfig, description="Evaluations against training data")
     trainer: TrainerConfig = Field(default_factory=TrainerConfig, description="The training engine")
     generator: GeneratorConfig = Field(default_factory=GeneratorConfig, description="The sampling engine")
     gates: GatesConfig = Field(default_factory=GatesConfig, description="What a policy must show to be published")

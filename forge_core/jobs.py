@@ -37,6 +37,19 @@ class DatasetJob(StageJob):
     source_sha256: str
 
 
+class OverlapJob(StageJob):
+    """Find the problems of evaluations in a training set."""
+
+    role = "scorer"
+    kind = "overlap"
+    stage: Literal["overlap"] = "overlap"
+    dataset: Ref
+    held_out: tuple[Ref, ...]
+    names: tuple[str, ...] = Field(description="Of the evaluations, one for each held-out set")
+    counts: tuple[int, ...] = Field(description="Problems of each that are evaluated, the first ones")
+    num_words: int
+
+
 class StartJob(StageJob):
     """Build or import the starting policy."""
 
@@ -243,6 +256,7 @@ class SpeedJob(StageJob):
 QuantizationJob = QuantizeJob | QatJob | SpeedJob
 Job = (
     DatasetJob
+    | OverlapJob
     | StartJob
     | SftJob
     | DpoJob

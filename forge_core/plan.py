@@ -22,6 +22,7 @@ from forge_core.jobs import (
     DatasetJob,
     DpoJob,
     EvaluateJob,
+    OverlapJob,
     ReferenceJob,
     RolloutJob,
     ScoreJob,
@@ -109,6 +110,21 @@ class Plan:
         source = source_sha256(dataset, "dataset")
         name = f"{dataset.fn.rpartition(':')[2]}-{sha256_json(dataset.model_dump(mode='json'))[:8]}"
         return DatasetJob(output=f"{self.run_uri}/datasets/{name}", dataset=dataset, source_sha256=source)
+
+    def overlap(self, dataset: Ref, held_out: Sequence[Ref]) -> OverlapJob:
+        """Look for the problems of the evaluations, whose datasets are `held_out`, in a training set."""
+        evals, num_words = self.config.evals, self.config.overlap.num_words
+        counts = [evaluation.num_examples for evaluation in evals]
+        # In the name: evaluations and this setting may change between two attempts of a run.
+        against = sha256_json([[ref.digest for ref in held_out], counts, num_words])[:8]
+        return OverlapJob(
+            output=f"{self.run_uri}/overlaps/{dataset.uri.rpartition('/')[2]}-{against}",
+            dataset=dataset,
+            held_out=tuple(held_out),
+            names=tuple(evaluation.name for evaluation in evals),
+            counts=tuple(counts),
+            num_words=num_words,
+        )
 
     def start(self) -> StartJob:
         """The starting policy, v0000; it depends on the run it comes from when that is one of ours."""

@@ -17,6 +17,7 @@ Role = Literal["trainer", "generator", "scorer", "reference"]
 # Bump a stage's number when its code changes what it computes: outputs of older code then count as another job.
 STAGE_VERSIONS = {
     "dataset": 1,
+    "overlap": 1,
     "start": 1,
     "sft": 3,
     "dpo": 1,

@@ -21,6 +21,7 @@ from forge_core.jobs import (
     DatasetJob,
     DpoJob,
     EvaluateJob,
+    OverlapJob,
     QatJob,
     QuantizeJob,
     ReferenceJob,
@@ -90,6 +91,12 @@ def _label() -> str:
 @stage_task
 def dataset(job: DatasetJob) -> Ref:
     """Materialise a dataset."""
+    return _run(job)
+
+
+@stage_task
+def overlap(job: OverlapJob) -> Ref:
+    """Find the problems of evaluations in a training set."""
     return _run(job)
 
 
