@@ -13,7 +13,7 @@ import yaml
 from pydantic import Field, JsonValue, model_validator
 
 from forge_core.alarms import DEFAULT_ALARMS, BoundsConfig
-from forge_core.data_config import ChatConfig, DatasetConfig, OverlapConfig
+from forge_core.data_config import ChatConfig, DatasetConfig, Order, OverlapConfig
 from forge_core.faults import FaultPlan
 from forge_core.fit_config import DpoConfig, SftConfig
 from forge_core.gates import GatesConfig
@@ -81,6 +81,10 @@ class GrpoConfig(UpdateConfig):
     """Reinforcement learning with group-relative advantages."""
 
     dataset: DatasetConfig = Field(default_factory=DatasetConfig, description="Problems to practise on")
+    order: Order = Field(
+        "shuffled",
+        description="Order of an epoch's problems; easy_first goes by metadata.difficulty, shuffled within each",
+    )
     num_iterations: int = Field(10, ge=0, description="Rollout-score-update rounds; 0 skips this stage")
     prompts_per_iteration: int = Field(64, ge=1, description="Prompts (groups) per iteration")
     group_size: int = Field(8, ge=1, description="Completions per prompt, at least 2")

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import Field, JsonValue
 
 from forge_core.settings import FunctionConfig, Settings
+
+Order = Literal["shuffled", "easy_first"]
 
 
 class DatasetConfig(FunctionConfig):

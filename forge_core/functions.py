@@ -63,6 +63,8 @@ BUILT_INS: dict[Role, dict[str, str]] = {
         "file": "forge_core.datasets:file",
         "hub": "forge_core.datasets:hub",
         "gsm8k": "forge_core.datasets:gsm8k",
+        "math": "forge_core.datasets:math",
+        "countdown": "forge_core.datasets:countdown",
         "mixture": "forge_core.datasets:mixture",
     },
 }

@@ -19,7 +19,7 @@ from forge_core.config import (
     SamplingConfig,
     TrainerConfig,
 )
-from forge_core.data_config import ChatConfig
+from forge_core.data_config import ChatConfig, Order
 from forge_core.fit_config import DpoConfig, FitConfig, SftConfig
 from forge_core.quantize_config import QuantizeConfig
 from forge_core.stage_job import Role, StageJob
@@ -116,6 +116,7 @@ class RolloutJob(StageJob):
     dataset: Ref
     first_prompt: int = Field(description="Place of the first prompt in the endless shuffled stream of the dataset")
     num_prompts: int
+    order: Order = "shuffled"
     group_size: int
     sampling: SamplingConfig
     chat: ChatConfig = Field(default_factory=ChatConfig)

@@ -184,6 +184,7 @@ class Plan:
             dataset=dataset,
             first_prompt=(iteration + earlier_refills + refill) * grpo.prompts_per_iteration,
             num_prompts=grpo.prompts_per_iteration,
+            order=grpo.order,
             group_size=grpo.group_size,
             sampling=grpo.sampling,
             chat=self.config.chat,

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from forge_core.artifacts import Manifest
 from forge_core.chat import encode_prompt
 from forge_core.config import RewardConfig, SamplingConfig
-from forge_core.examples import Example, read_examples
+from forge_core.examples import Example, pick_examples
 from forge_core.generator import Completion
 from forge_core.jobs import EvaluateJob
 from forge_core.rewards.pool import RewardPool, RewardValues
@@ -25,13 +25,14 @@ def run(job: EvaluateJob, workspace: Workspace) -> Manifest:
     watch, settings = Stopwatch(), job.evaluation
     with watch("load"):
         engine = engine_with(job, workspace)
-        _, dataset_dir = workspace.fetch(job.dataset)
-        examples = read_examples(dataset_dir / "examples.jsonl")[: settings.num_examples]
-    if len(examples) < settings.num_examples:
-        raise ValueError(
-            f"evals.{settings.name}.num_examples is {settings.num_examples}, but the dataset holds {len(examples)}; "
-            "lower it"
-        )
+        dataset, dataset_dir = workspace.fetch(job.dataset)
+        num_held = int(dataset.summary["dataset/examples"])
+        if num_held < settings.num_examples:
+            raise ValueError(
+                f"evals.{settings.name}.num_examples is {settings.num_examples}, but the dataset holds {num_held}; "
+                "lower it"
+            )
+        examples = pick_examples(dataset_dir / "examples.jsonl", range(settings.num_examples))
     pool = _reward_pool(job, workspace)  # it imports the reward while the engine generates
     prompts = [encode_prompt(engine.tokenizer, example.prompt, job.chat) for example in examples]
     seeds = [derive_seed("evaluate", job.seed, place) for place in range(len(examples))]
