@@ -31,7 +31,17 @@ logger = logging.getLogger(__name__)
 SCHEMA_VERSION = 1
 UPLOAD_ATTEMPTS = 3
 # Where the artifacts of a run lie, {run}/{folder}/...; evaluations lie in {run}/evals/{version}/... .
-FOLDERS = ("datasets", "policies", "rollouts", "reference_logprobs", "scored", "train_states", "quantized", "overlaps")
+FOLDERS = (
+    "datasets",
+    "policies",
+    "rollouts",
+    "reference_logprobs",
+    "scored",
+    "train_states",
+    "quantized",
+    "overlaps",
+    "reward_models",
+)
 Kind = Literal[
     "dataset",
     "policy",

@@ -15,7 +15,7 @@ from pydantic import Field, JsonValue, model_validator
 from forge_core.alarms import DEFAULT_ALARMS, BoundsConfig
 from forge_core.data_config import ChatConfig, DatasetConfig, Order, OverlapConfig
 from forge_core.faults import FaultPlan
-from forge_core.fit_config import DpoConfig, SftConfig
+from forge_core.fit_config import DpoConfig, RewardModelConfig, SftConfig
 from forge_core.gates import GatesConfig
 from forge_core.operation import RetentionConfig, TimeLimitsConfig, WarmthConfig
 from forge_core.quantize_config import QuantizeConfig, QuantizeGatesConfig
@@ -208,6 +208,12 @@ class DpoRunConfig(RunConfig):
     """Start policy -> DPO on preference pairs -> evaluation -> publication."""
 
     dpo: DpoConfig = Field(default_factory=DpoConfig, description="Preference pairs")
+
+
+class RewardModelRunConfig(RunConfig):
+    """Start policy -> reward model."""
+
+    reward_model: RewardModelConfig = Field(default_factory=RewardModelConfig, description="Preference pairs")
 
 
 class GrpoRunConfig(RunConfig):

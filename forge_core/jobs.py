@@ -20,7 +20,7 @@ from forge_core.config import (
     TrainerConfig,
 )
 from forge_core.data_config import ChatConfig, Order
-from forge_core.fit_config import DpoConfig, FitConfig, SftConfig
+from forge_core.fit_config import DpoConfig, FitConfig, RewardModelConfig, SftConfig
 from forge_core.quantize_config import QuantizeConfig
 from forge_core.stage_job import Role, StageJob
 from forge_core.update_config import KlConfig, UpdateConfig
@@ -103,6 +103,15 @@ class DpoJob(FitJob):
     kind = "policy"
     stage: Literal["dpo"] = "dpo"
     dpo: DpoConfig
+
+
+class RewardModelJob(FitJob):
+    """A policy turned into a reward model."""
+
+    kind = "reward_model"
+    packages = ("torch", "transformers")
+    stage: Literal["reward_model"] = "reward_model"
+    reward_model: RewardModelConfig
 
 
 class RolloutJob(StageJob):
@@ -261,6 +270,7 @@ Job = (
     | StartJob
     | SftJob
     | DpoJob
+    | RewardModelJob
     | RolloutJob
     | ReferenceJob
     | ScoreJob

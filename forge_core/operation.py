@@ -24,6 +24,7 @@ class TimeLimitsConfig(Settings):
     start: float = Field(3600, gt=0, description="Seconds to build or fetch the starting policy")
     sft: float = Field(24 * 3600, gt=0, description="Seconds of supervised fine-tuning")
     dpo: float = Field(24 * 3600, gt=0, description="Seconds of training on preference pairs")
+    reward_model: float = Field(24 * 3600, gt=0, description="Seconds to train a reward model")
     rollout: float = Field(4 * 3600, gt=0, description="Seconds to sample one rollout set")
     reference: float = Field(4 * 3600, gt=0, description="Seconds for the reference log-probs of one rollout set")
     score: float = Field(3600, gt=0, description="Seconds to score one rollout set")

@@ -13,10 +13,11 @@ from forge_core.config import (
     EvalConfig,
     GrpoConfig,
     GrpoRunConfig,
+    RewardModelRunConfig,
     RunConfig,
     SftRunConfig,
 )
-from forge_core.fit_config import SftConfig
+from forge_core.fit_config import FitConfig, SftConfig
 from forge_core.functions import check_function, is_over_batch, reward_sources, source_sha256
 from forge_core.jobs import (
     DatasetJob,
@@ -24,6 +25,7 @@ from forge_core.jobs import (
     EvaluateJob,
     OverlapJob,
     ReferenceJob,
+    RewardModelJob,
     RolloutJob,
     ScoreJob,
     SftJob,
@@ -58,6 +60,14 @@ class Plan:
         config = self.config
         return config.grpo if isinstance(config, GrpoRunConfig) and config.grpo.num_iterations > 0 else None
 
+    @property
+    def fits(self) -> list[FitConfig]:
+        """Settings of every training on a fixed dataset."""
+        config = self.config
+        found: list[FitConfig] = [config.dpo] if isinstance(config, DpoRunConfig) else []
+        found += [config.reward_model] if isinstance(config, RewardModelRunConfig) else []
+        return found + ([self.sft_config] if self.sft_config is not None else [])
+
     def check(self) -> None:
         """Raise ValueError for whatever can be known to be wrong before a process starts."""
         config = self.config
@@ -65,11 +75,12 @@ class Plan:
         for evaluation in config.evals:
             check_function(evaluation.dataset, "dataset")
             check_function(evaluation.reward, "reward")
-        for fit in (self.sft_config, config.dpo if isinstance(config, DpoRunConfig) else None):
-            if fit is not None:
-                check_function(fit.dataset, "dataset")
-                if fit.validation is not None:
-                    check_function(fit.validation.dataset, "dataset")
+        for fit in self.fits:
+            check_function(fit.dataset, "dataset")
+            if fit.validation is not None:
+                check_function(fit.validation.dataset, "dataset")
+        if isinstance(config, RewardModelRunConfig) and config.trainer.num_ranks > 1:
+            raise ValueError(f"trainer.num_ranks is {config.trainer.num_ranks}; a reward model trains in one, set 1")
         if (grpo := self.grpo_config) is not None:
             check_function(grpo.dataset, "dataset")
             for reward in grpo.rewards:
@@ -167,6 +178,21 @@ class Plan:
             trainer=self.config.trainer,
             seed=self.config.seed,
             snapshot_output=f"{self.run_uri}/train_states/v0001",
+        )
+
+    def reward_model(self, policy: Ref, dataset: Ref, validation: Ref | None = None) -> RewardModelJob:
+        """A reward model of preference pairs."""
+        assert isinstance(self.config, RewardModelRunConfig)
+        return RewardModelJob(
+            output=f"{self.run_uri}/reward_models/v0000",
+            policy=policy,
+            dataset=dataset,
+            validation=validation,
+            reward_model=self.config.reward_model,
+            chat=self.config.chat,
+            trainer=self.config.trainer,
+            seed=self.config.seed,
+            snapshot_output=f"{self.run_uri}/train_states/reward_model",
         )
 
     def rollout(

@@ -21,6 +21,7 @@ STAGE_VERSIONS = {
     "start": 1,
     "sft": 3,
     "dpo": 1,
+    "reward_model": 1,
     "rollout": 2,
     "reference": 1,
     "score": 3,

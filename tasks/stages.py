@@ -25,6 +25,7 @@ from forge_core.jobs import (
     QatJob,
     QuantizeJob,
     ReferenceJob,
+    RewardModelJob,
     RolloutJob,
     ScoreJob,
     SftJob,
@@ -115,6 +116,12 @@ def sft(job: SftJob) -> Ref:
 @stage_task
 def dpo(job: DpoJob) -> Ref:
     """Train a policy on preference pairs."""
+    return _run(job)
+
+
+@stage_task
+def reward_model(job: RewardModelJob) -> Ref:
+    """Train a reward model on preference pairs."""
     return _run(job)
 
 

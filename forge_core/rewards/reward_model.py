@@ -12,12 +12,14 @@ from pathlib import Path
 from typing import Literal
 
 import torch
+from pydantic import JsonValue
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
 
 from forge_core import artifacts
 from forge_core.artifacts import read_manifest
 from forge_core.chat import encode_whole, load_tokenizer
+from forge_core.data_config import ChatConfig
 from forge_core.examples import BatchRewards, Example
 from forge_core.policy_uri import HF_URI
 from forge_core.storage import absolute_uri
@@ -33,20 +35,22 @@ def reward_model(
     batch_size: int = 16,
     max_tokens: int = 4096,
     device: Device = "auto",
+    template_kwargs: dict[str, JsonValue] | None = None,
 ) -> BatchRewards:
     """The model's logit for each prompt with its completion; None for a conversation longer than `max_tokens`.
 
     `weights` is an artifact of the stage reward_model, a local directory or hf://org/name@revision: safetensors of a
     ...ForSequenceClassification with one label, and a tokenizer with a chat template. What it holds is part of the
-    job's digest. Nothing is cut, and no code from the model's directory is run. Raises ValueError for a model that is
-    not like this.
+    job's digest. `template_kwargs` are variables of the template, as they were in its training. Nothing is cut, and no
+    code from the model's directory is run. Raises ValueError for a model that is not like this.
     """
     model, tokenizer = load(weights, device)
     conversations = [
         [*example.prompt, {"role": "assistant", "content": completion}]
         for completion, example in zip(completions, examples, strict=True)
     ]
-    encoded = [tuple(encode_whole(tokenizer, turns)) for turns in conversations]
+    chat = ChatConfig(template_kwargs=template_kwargs or {})
+    encoded = [tuple(encode_whole(tokenizer, turns, chat)) for turns in conversations]
     distinct = [ids for ids in dict.fromkeys(encoded) if len(ids) <= max_tokens]
     scores = dict(zip(distinct, score_sequences(model, distinct, batch_size), strict=True))
     metrics = {"too_long": sum(ids not in scores for ids in encoded), "tokens": sum(map(len, distinct))}
