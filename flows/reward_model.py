@@ -6,6 +6,7 @@ from prefect import flow
 
 from flows.training_data import training_data
 from forge_core.config import RewardModelRunConfig
+from forge_core.side_jobs import reward_model_job
 from tasks import stages
 from tasks.run import open_run
 
@@ -19,7 +20,7 @@ def reward_model(config: RewardModelRunConfig, run_id: str | None = None) -> dic
         pairs = training_data(run, settings.dataset, step=0)
         validation = settings.validation
         heldout = stages.dataset(run.plan.dataset(validation.dataset)) if validation is not None else None
-        trained = stages.reward_model(run.plan.reward_model(policy, pairs, heldout))
+        trained = stages.reward_model(reward_model_job(run.plan, policy, pairs, heldout))
         summary = run.tracker.record(trained, step=1).summary
         run.logger.info("reward model %s: accuracy %.3f", trained.uri, summary["reward_model/accuracy"])
         return summary

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from forge_core.artifacts import Ref
 from forge_core.data_config import DatasetConfig
+from forge_core.side_jobs import overlap_job
 from tasks import stages
 from tasks.run import Run
 
@@ -14,7 +15,7 @@ def training_data(run: Run, dataset: DatasetConfig, step: int) -> Ref:
     if not plan.config.evals:
         return examples
     held_out = [stages.dataset(plan.dataset(evaluation.dataset)) for evaluation in plan.config.evals]
-    report = run.tracker.record(stages.overlap(plan.overlap(examples, held_out)), step)
+    report = run.tracker.record(stages.overlap(overlap_job(plan, examples, held_out)), step)
     limit = plan.config.overlap.max_fraction
     for evaluation in plan.config.evals:
         exact, near, fraction = (

@@ -42,18 +42,10 @@ FOLDERS = (
     "overlaps",
     "reward_models",
 )
-Kind = Literal[
-    "dataset",
-    "policy",
-    "train_state",
-    "rollouts",
-    "reference_logprobs",
-    "scored",
-    "eval",
-    "quantized_policy",
-    "overlap",
-    "reward_model",
-]
+Kind = (
+    Literal["dataset", "overlap", "policy", "train_state", "rollouts", "reference_logprobs"]
+    | Literal["scored", "eval", "quantized_policy", "reward_model"]
+)
 
 
 class ArtifactError(RuntimeError):

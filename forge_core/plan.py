@@ -23,9 +23,7 @@ from forge_core.jobs import (
     DatasetJob,
     DpoJob,
     EvaluateJob,
-    OverlapJob,
     ReferenceJob,
-    RewardModelJob,
     RolloutJob,
     ScoreJob,
     SftJob,
@@ -122,21 +120,6 @@ class Plan:
         name = f"{dataset.fn.rpartition(':')[2]}-{sha256_json(dataset.model_dump(mode='json'))[:8]}"
         return DatasetJob(output=f"{self.run_uri}/datasets/{name}", dataset=dataset, source_sha256=source)
 
-    def overlap(self, dataset: Ref, held_out: Sequence[Ref]) -> OverlapJob:
-        """Look for the problems of the evaluations, whose datasets are `held_out`, in a training set."""
-        evals, num_words = self.config.evals, self.config.overlap.num_words
-        counts = [evaluation.num_examples for evaluation in evals]
-        # In the name: evaluations and this setting may change between two attempts of a run.
-        against = sha256_json([[ref.digest for ref in held_out], counts, num_words])[:8]
-        return OverlapJob(
-            output=f"{self.run_uri}/overlaps/{dataset.uri.rpartition('/')[2]}-{against}",
-            dataset=dataset,
-            held_out=tuple(held_out),
-            names=tuple(evaluation.name for evaluation in evals),
-            counts=tuple(counts),
-            num_words=num_words,
-        )
-
     def start(self) -> StartJob:
         """The starting policy, v0000; it depends on the run it comes from when that is one of ours."""
         uri = self.config.policy.uri
@@ -178,21 +161,6 @@ class Plan:
             trainer=self.config.trainer,
             seed=self.config.seed,
             snapshot_output=f"{self.run_uri}/train_states/v0001",
-        )
-
-    def reward_model(self, policy: Ref, dataset: Ref, validation: Ref | None = None) -> RewardModelJob:
-        """A reward model of preference pairs."""
-        assert isinstance(self.config, RewardModelRunConfig)
-        return RewardModelJob(
-            output=f"{self.run_uri}/reward_models/v0000",
-            policy=policy,
-            dataset=dataset,
-            validation=validation,
-            reward_model=self.config.reward_model,
-            chat=self.config.chat,
-            trainer=self.config.trainer,
-            seed=self.config.seed,
-            snapshot_output=f"{self.run_uri}/train_states/reward_model",
         )
 
     def rollout(

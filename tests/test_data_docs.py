@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -22,13 +24,15 @@ EXAMPLE = Example(id="x", messages=(Message(role="user", content="?"),))
 
 
 @pytest.fixture(autouse=True)
-def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The documents' Python blocks as the modules that their first lines name."""
-    for text in DOCS.values():
-        for name, code in re.findall(r"```python\n# (\w+)\.py\n(.*?)```", text, re.DOTALL):
-            (tmp_path / f"{name}.py").write_text(code)
-            monkeypatch.delitem(sys.modules, name, raising=False)
+    blocks = [re.findall(r"```python\n# (\w+)\.py\n(.*?)```", text, re.DOTALL) for text in DOCS.values()]
+    for name, code in itertools.chain.from_iterable(blocks):
+        (tmp_path / f"{name}.py").write_text(code)
     monkeypatch.syspath_prepend(tmp_path)
+    yield
+    for name, _ in itertools.chain.from_iterable(blocks):
+        sys.modules.pop(name, None)
 
 
 def test_everything_that_is_built_in_has_a_row():

@@ -11,6 +11,7 @@ from forge_core.config import EvalConfig
 from forge_core.data_config import DatasetConfig
 from forge_core.overlap import Found, Problem, find_overlap
 from forge_core.plan import Plan
+from forge_core.side_jobs import overlap_job
 from forge_core.stages.__main__ import run_job
 from forge_core.stages.workspace import Workspace
 from tests.pipeline import tiny_config
@@ -77,7 +78,7 @@ def test_the_stage_counts_only_what_is_evaluated_and_names_it(tmp_path: Path, ca
     plan = Plan(tiny_config(str(tmp_path / "store"), evals=evals), "run")
     workspace = Workspace(tmp_path)
     refs = [run_job(plan.dataset(one), workspace).ref for one in (training, held_out, held_out)]  # type: ignore
-    report = run_job(plan.overlap(refs[0], refs[1:]), workspace)
+    report = run_job(overlap_job(plan, refs[0], refs[1:]), workspace)
     assert report is not None
     assert report.summary == {
         "overlap/first/exact": 1,
@@ -94,5 +95,5 @@ def test_the_stage_counts_only_what_is_evaluated_and_names_it(tmp_path: Path, ca
     assert rows[0]["training_id"].startswith("2-")
     assert "1 of 3 problems of the evaluation first are in " in caplog.text
     # Another evaluation is another report, and no conflict with the one there is.
-    fewer = Plan(tiny_config(str(tmp_path / "store"), evals=evals[:1]), "run").overlap(refs[0], refs[1:2])
+    fewer = overlap_job(Plan(tiny_config(str(tmp_path / "store"), evals=evals[:1]), "run"), refs[0], refs[1:2])
     assert run_job(fewer, workspace) is not None

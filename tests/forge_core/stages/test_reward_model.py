@@ -15,6 +15,7 @@ from forge_core.fit_config import RewardModelConfig, ValidationConfig
 from forge_core.jobs import RewardModelJob
 from forge_core.plan import Plan
 from forge_core.rewards.reward_model import reward_model as reward
+from forge_core.side_jobs import reward_model_job
 from forge_core.stages import dataset, reward_model, start
 from forge_core.stages.reward_model import Preferences, describe, read_pairs
 from forge_core.stages.workspace import Workspace
@@ -49,7 +50,8 @@ def prepare(tmp_path: Path):
 
         validation = config.reward_model.validation
         heldout = commit(dataset, plan.dataset(validation.dataset)) if validation else None
-        return plan.reward_model(commit(start, plan.start()), commit(dataset, plan.dataset(SUMS)), heldout), workspace
+        policy, pairs = commit(start, plan.start()), commit(dataset, plan.dataset(SUMS))
+        return reward_model_job(plan, policy, pairs, heldout), workspace
 
     return _prepare
 
