@@ -19,7 +19,15 @@ class RunRecord(Settings):
     """What stands in `{root}/{run_id}/run.json`: the settings it was last started with."""
 
     run_id: str
-    recipe: Literal["RunConfig", "SftRunConfig", "GrpoRunConfig", "PostTrainConfig", "QuantizeRunConfig"]
+    recipe: Literal[
+        "RunConfig",
+        "SftRunConfig",
+        "DpoRunConfig",
+        "RewardModelRunConfig",
+        "GrpoRunConfig",
+        "PostTrainConfig",
+        "QuantizeRunConfig",
+    ]
     config: dict[str, JsonValue]
     started_at: str
 
