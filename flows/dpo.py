@@ -6,6 +6,7 @@ from prefect import flow
 
 from flows.evaluate import measure
 from flows.publish import publish
+from flows.training_data import training_data
 from forge_core.config import DpoRunConfig
 from tasks import stages
 from tasks.final_report import write_report
@@ -25,7 +26,7 @@ def dpo(config: DpoRunConfig, run_id: str | None = None) -> dict[str, float | in
     with open_run(config, run_id) as run:
         policy = stages.start(run.plan.start())
         measure(run, policy, step=0)
-        pairs = stages.dataset(run.plan.dataset(config.dpo.dataset))
+        pairs = training_data(run, config.dpo.dataset, step=0)
         validation = config.dpo.validation
         heldout = stages.dataset(run.plan.dataset(validation.dataset)) if validation is not None else None
         policy = stages.dpo(run.plan.dpo(policy, pairs, heldout))

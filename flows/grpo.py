@@ -10,6 +10,7 @@ from flows.evaluate import measure
 from flows.publish import publish
 from flows.recalibrate import Recalibration
 from flows.sampling import Batch, sample
+from flows.training_data import training_data
 from forge_core.alarms import find_alarms, stop_if_asked
 from forge_core.artifacts import Ref
 from forge_core.config import GrpoConfig, GrpoRunConfig
@@ -45,7 +46,7 @@ def improve(run: Run, policy: Ref) -> Ref:
     settings = run.plan.grpo_config
     if settings is None:
         return policy
-    problems = stages.dataset(run.plan.dataset(settings.dataset))
+    problems = training_data(run, settings.dataset, step=0)
     reference = policy if settings.kl is not None else None
     report = IterationReport(run.plan, settings.num_iterations, run.logger)
     samples: list[list[Batch]] = []  # by iteration

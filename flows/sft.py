@@ -6,6 +6,7 @@ from prefect import flow
 
 from flows.evaluate import measure
 from flows.publish import publish
+from flows.training_data import training_data
 from forge_core.artifacts import Ref
 from forge_core.config import SftRunConfig
 from tasks import stages
@@ -38,7 +39,7 @@ def fine_tune(run: Run, policy: Ref) -> Ref:
     settings = run.plan.sft_config
     if settings is None:
         return policy
-    examples = stages.dataset(run.plan.dataset(settings.dataset))
+    examples = training_data(run, settings.dataset, step=-1)
     validation = settings.validation
     heldout = stages.dataset(run.plan.dataset(validation.dataset)) if validation is not None else None
     policy = stages.sft(run.plan.sft(policy, examples, heldout))

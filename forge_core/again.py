@@ -10,7 +10,7 @@ from forge_core import storage
 from forge_core.artifacts import ArtifactError, Manifest, read_manifest
 from forge_core.config import FunctionConfig, PostTrainConfig, RewardConfig
 from forge_core.credentials import NO_CREDENTIALS, StoredSettings
-from forge_core.functions import source_sha256
+from forge_core.functions import reward_sources, source_sha256
 from forge_core.jobs import ScoreJob, UpdateJob
 from forge_core.runs import read_run
 
@@ -100,7 +100,7 @@ def scores_of(run: str) -> list[Manifest]:
 
 def rescore_job(scored: Manifest, config: RescoreConfig, run_uri: str) -> ScoreJob:
     """The scoring of a stored rollout set with other rewards."""
-    sources = {reward.fn: source_sha256(reward, "reward") for reward in config.rewards}
+    sources = reward_sources(config.rewards)
     changes: dict[str, object] = {
         "output": f"{run_uri}/scored/{version_of(scored)}",
         "rewards": config.rewards,

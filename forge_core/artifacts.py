@@ -40,10 +40,13 @@ FOLDERS = (
     "scored",
     "train_states",
     "quantized",
+    "overlaps",
+    "reward_models",
 )
-Kind = Literal[
-    "dataset", "policy", "train_state", "rollouts", "reference_logprobs", "scored", "eval", "quantized_policy"
-]
+Kind = (
+    Literal["dataset", "overlap", "policy", "train_state", "rollouts", "reference_logprobs"]
+    | Literal["scored", "eval", "quantized_policy", "reward_model"]
+)
 
 
 class ArtifactError(RuntimeError):

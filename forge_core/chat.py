@@ -43,6 +43,14 @@ def encode_prompt(
     return ids
 
 
+def encode_whole(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], chat: ChatConfig = AS_IS
+) -> list[int]:
+    """Ids of a whole conversation, for a model that judges it."""
+    ids, _ = _render(tokenizer, messages, chat, add_generation_prompt=False)
+    return ids
+
+
 def encode_turns(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], chat: ChatConfig = AS_IS
 ) -> list[tuple[list[int], list[bool]]]:

@@ -14,10 +14,10 @@ from pydantic import AfterValidator, Field, JsonValue, model_validator
 
 from forge_core.alarms import DEFAULT_ALARMS, BoundsConfig
 from forge_core.credentials import NO_CREDENTIALS, StoredSettings
-from forge_core.data_config import ChatConfig, DatasetConfig
+from forge_core.data_config import ChatConfig, DatasetConfig, Order, OverlapConfig
 from forge_core.eval_config import EvalConfig, with_different_names
 from forge_core.faults import FaultPlan
-from forge_core.fit_config import DpoConfig, SftConfig
+from forge_core.fit_config import DpoConfig, RewardModelConfig, SftConfig
 from forge_core.gates import GatesConfig
 from forge_core.operation import NotifyConfig, RetentionConfig, TimeLimitsConfig, WarmthConfig
 from forge_core.placement_config import PlacementConfig
@@ -85,6 +85,10 @@ class GrpoConfig(UpdateConfig):
     """Reinforcement learning with group-relative advantages."""
 
     dataset: DatasetConfig = Field(default_factory=DatasetConfig, description="Problems to practise on")
+    order: Order = Field(
+        "shuffled",
+        description="Order of an epoch's problems; easy_first goes by metadata.difficulty, shuffled within each",
+    )
     num_iterations: int = Field(10, ge=0, description="Rollout-score-update rounds; 0 skips this stage")
     prompts_per_iteration: int = Field(64, ge=1, description="Prompts (groups) per iteration")
     group_size: int = Field(8, ge=1, description="Completions per prompt, at least 2")
@@ -189,6 +193,7 @@ class RunConfig(StoredSettings):
     evals: Annotated[tuple[EvalConfig, ...], AfterValidator(with_different_names)] = Field(
         (EvalConfig(),), description="Held-out evaluations, each with its own name"
     )
+    overlap: OverlapConfig = Field(default_factory=OverlapConfig, description="Evaluations against training data")
     trainer: TrainerConfig = Field(default_factory=TrainerConfig, description="The training engine")
     generator: GeneratorConfig = Field(default_factory=GeneratorConfig, description="The sampling engine")
     gates: GatesConfig = Field(default_factory=GatesConfig, description="What a policy must show to be published")
@@ -218,6 +223,12 @@ class DpoRunConfig(RunConfig):
     """Start policy -> DPO on preference pairs -> evaluation -> publication."""
 
     dpo: DpoConfig = Field(default_factory=DpoConfig, description="Preference pairs")
+
+
+class RewardModelRunConfig(RunConfig):
+    """Start policy -> reward model."""
+
+    reward_model: RewardModelConfig = Field(default_factory=RewardModelConfig, description="Preference pairs")
 
 
 class GrpoRunConfig(RunConfig):

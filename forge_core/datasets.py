@@ -13,7 +13,7 @@ from pydantic import Field
 from forge_core import tables
 from forge_core.examples import Example, Message
 from forge_core.functions import check_function, load_function
-from forge_core.rewards.answers import after_hashes
+from forge_core.rewards.answers import after_hashes, boxed, first_number
 from forge_core.seeds import derive_seed
 from forge_core.settings import FunctionConfig, Settings
 
@@ -85,6 +85,9 @@ class Fields(Settings):
     messages: str | None = Field(None, description="Whole chats, [{role, content}, ...], in place of the two turns")
     rejected: str | None = Field(None, description="The answer that is not preferred: a text or a whole chat, for DPO")
     metadata: tuple[str, ...] = Field((), description="Fields that rewards need to see")
+    difficulty: str | None = Field(
+        None, description="How hard the problem is, for grpo.order: a number, or a text with one, such as Level 3"
+    )
 
 
 def file(
@@ -146,6 +149,36 @@ def gsm8k(*, part: Literal["train", "test"] = "train", path: str | None = None) 
         yield example.model_copy(update={"answer": answer})
 
 
+def math(
+    *,
+    part: Literal["train", "test"] = "train",
+    path: str | None = None,
+    name: str = "DigitalLearningGmbH/MATH-lighteval",
+    revision: str | None = None,
+) -> Iterator[Example]:
+    r"""Competition problems with worked solutions (MATH, arXiv:2103.03874), from the hub or from the file at `path`.
+
+    The answer is what stands in the solution's last \boxed{}; the solution is the assistant's turn, for SFT, and the
+    level (1 to 5) the difficulty. Rows have the fields problem, solution and level.
+    """
+    fields = {"question": "problem", "answer": "solution", "response": "solution", "difficulty": "level"}
+    source = file(path=path, fields=fields) if path else hub(name=name, part=part, revision=revision, fields=fields)
+    for example in source:
+        answer = boxed(example.answer or "")
+        if answer is None:
+            raise ValueError(f"example {example.id} of math has no closed \\boxed{{}} in its solution")
+        yield example.model_copy(update={"answer": answer})
+
+
+def countdown(*, size: int = 500, seed: int = 0, split: Split = "train", **task_settings) -> Iterator[Example]:
+    """Numbers to be made into a target by + - * /, each used once: reasoning-gym's task of this name.
+
+    Any expression that reaches the target is right: score it with the reward `reasoning_gym`. Raises what
+    `reasoning_gym` raises.
+    """
+    yield from reasoning_gym(task="countdown", size=size, seed=seed, split=split, **task_settings)
+
+
 def mixture(*, sources: Sequence[dict], size: int, seed: int = 0) -> Iterator[Example]:
     """`size` examples of several datasets, [{fn, kwargs, weight}, ...], in the proportion of their weights.
 
@@ -179,6 +212,8 @@ def _example(place: str, row: tables.Row, fields: Fields, system: str | None) ->
     if system is not None:
         turns.insert(0, Message(role="system", content=system))
     metadata = {name: tables.pick(row, name, place) for name in fields.metadata}
+    if fields.difficulty is not None:
+        metadata["difficulty"] = _difficulty(tables.pick(row, fields.difficulty, place), place)
     if fields.rejected is not None:
         rejected = tables.pick(row, fields.rejected, place)
         metadata["rejected"] = rejected[-1]["content"] if isinstance(rejected, list) else str(rejected)
@@ -190,6 +225,13 @@ def _example(place: str, row: tables.Row, fields: Fields, system: str | None) ->
     )
     digest = hashlib.sha256(found.model_dump_json().encode()).hexdigest()
     return found.model_copy(update={"id": f"{place.rpartition(':')[2]}-{digest[:12]}"})
+
+
+def _difficulty(value: object, place: str) -> float:
+    found = first_number(str(value))
+    if found is None:
+        raise ValueError(f"{place} has the difficulty {value!r}, which holds no number; name another field")
+    return float(found)
 
 
 def _of_split(examples: Iterable[Example], split: Split | None, test_fraction: float) -> Iterator[Example]:

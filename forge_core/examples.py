@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -70,31 +71,70 @@ def write_examples(examples: Iterable[Example], path: Path) -> int:
 
 def read_examples(path: Path) -> list[Example]:
     """The examples of a JSON-lines file; raises ValueError with the line that is not one."""
-    examples = []
-    for number, line in enumerate(path.read_text().splitlines(), start=1):
-        try:
-            examples.append(Example.model_validate(json.loads(line)))
-        except (ValueError, ValidationError) as error:
-            raise ValueError(f"{path}:{number} is not an example: {error}") from error
-    return examples
+    return [_example(path, number, line) for number, line in enumerate(_lines(path), start=1)]
 
 
-def take(num_total: int, *, start: int, count: int, seed: int, digest: str) -> list[int]:
+def pick_examples(path: Path, indices: Sequence[int]) -> list[Example]:
+    """The examples in these places (0-based), in this order; the rest of the file is passed over, not held."""
+    wanted = set(indices)
+    found = {index: _example(path, index + 1, line) for index, line in enumerate(_lines(path)) if index in wanted}
+    return [found[index] for index in indices]
+
+
+def difficulties(path: Path) -> list[float]:
+    """`metadata.difficulty` of every example of a JSON-lines file; raises ValueError naming one that has none."""
+    found = []
+    for number, line in enumerate(_lines(path), start=1):
+        value = json.loads(line)["metadata"].get("difficulty")
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise ValueError(
+                f"{path}:{number} has the metadata.difficulty {value!r}, and order is easy_first; name a field with "
+                "fields.difficulty, or leave order out"
+            )
+        found.append(float(value))
+    return found
+
+
+def _lines(path: Path) -> Iterator[str]:
+    with path.open(newline="\n") as file:  # str.splitlines would also split at U+2028, which may stand in a text
+        yield from file
+
+
+def _example(path: Path, number: int, line: str) -> Example:
+    try:
+        return Example.model_validate(json.loads(line))
+    except (ValueError, ValidationError) as error:
+        raise ValueError(f"{path}:{number} is not an example: {error}") from error
+
+
+def take(
+    num_total: int, *, start: int, count: int, seed: int, digest: str, difficulties: Sequence[float] | None = None
+) -> list[int]:
     """Indices `start` to `start + count` of an endless shuffled stream over `num_total` examples.
 
     Each epoch is a fresh permutation. The stream is a pure function of (seed, digest), so there is no loader state:
     iteration k takes the window that starts at k * count. `digest` is that of the examples themselves: the same
-    examples have the same order, whatever code they came from.
+    examples have the same order, whatever code they came from. With `difficulties`, one for each example, every epoch
+    goes from easy to hard, and examples of one difficulty stay shuffled.
     """
 
     def permutation(epoch: int) -> Sequence[int]:
         order = list(range(num_total))
         random.Random(derive_seed("order", seed, digest, epoch)).shuffle(order)
-        return order
+        return order if difficulties is None else sorted(order, key=difficulties.__getitem__)
 
     epochs = {epoch: permutation(epoch) for epoch in range(start // num_total, (start + count - 1) // num_total + 1)}
     return [epochs[position // num_total][position % num_total] for position in range(start, start + count)]
 
 
+@dataclass(frozen=True)
+class BatchRewards:
+    """What a reward over a whole batch returns when it has numbers to report besides the rewards."""
+
+    values: Sequence[float | None]  # [N]
+    metrics: Mapping[str, float]
+
+
 Reward = Callable[[str, Example], float | None]
 Extractor = Callable[[str, Example], str | None]
+BatchReward = Callable[[list[str], list[Example]], Sequence[float | None] | BatchRewards]

@@ -79,3 +79,16 @@ class DpoConfig(FitConfig):
     optimizer: OptimizerConfig = Field(
         OptimizerConfig(learning_rate=5e-7, schedule="linear"), description="Optimizer of this stage"
     )
+
+
+class RewardModelConfig(FitConfig):
+    """A reward model after Bradley and Terry: of two answers, the preferred one gets the higher score."""
+
+    dataset: DatasetConfig = Field(
+        default_factory=DatasetConfig,
+        description="Pairs: conversations that end with the preferred answer, the other one in metadata.rejected",
+    )
+    center_coefficient: float = Field(
+        0.01, ge=0, description="Pull of the two scores' sum towards 0, by its square; their difference is free of it"
+    )
+    micro_batch_pairs: int = Field(8, ge=1, description="Pairs in one forward/backward pass")

@@ -14,11 +14,13 @@ import hashlib
 import importlib
 import importlib.util
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal
 
+from forge_core.artifacts import sha256_json
 from forge_core.config import FunctionConfig
+from forge_core.content import content_digest
 
 PARSE_ATTEMPTS = 10
 
@@ -35,6 +37,8 @@ BUILT_INS: dict[Role, dict[str, str]] = {
         "regex": "forge_core.rewards.form:regex",
         "length": "forge_core.rewards.form:length",
         "code": "forge_core.rewards.code:code",
+        "judge": "forge_core.rewards.judge:judge",
+        "reward_model": "forge_core.rewards.reward_model:reward_model",
         "reasoning_gym": "forge_core.rewards.gym:reasoning_gym",
     },
     "advantage": {
@@ -59,12 +63,15 @@ BUILT_INS: dict[Role, dict[str, str]] = {
         "file": "forge_core.datasets:file",
         "hub": "forge_core.datasets:hub",
         "gsm8k": "forge_core.datasets:gsm8k",
+        "math": "forge_core.datasets:math",
+        "countdown": "forge_core.datasets:countdown",
         "mixture": "forge_core.datasets:mixture",
     },
 }
 _POSITIONAL: dict[Role, int] = {"reward": 2, "advantage": 1, "loss": 1, "dataset": 0}
 _EXPECTED: dict[Role, str] = {
-    "reward": "(completion: str, example: Example, **settings) -> float | None",
+    "reward": "(completion: str, example: Example, **settings) -> float | None or (completions: list[str], examples: "
+    "list[Example], **settings) -> list[float | None]",
     "advantage": "(rewards: Tensor, **settings) -> Tensor or (inputs: AdvantageInputs, **settings) -> Tensor",
     "loss": "(inputs: LossInputs, **settings) -> LossOutput",
     "dataset": "(**settings) -> Iterator[Example]",
@@ -102,6 +109,8 @@ def check_function(config: FunctionConfig, role: Role) -> None:
     missing = [name for name in required if name not in config.kwargs]
     if missing:
         raise ValueError(f"{role} {config.fn} needs kwargs {', '.join(missing)}; {expected}")
+    if isinstance(weights := config.kwargs.get("weights"), str):
+        content_digest(weights)
 
 
 def find_extractor(reward: FunctionConfig) -> str | None:
@@ -117,17 +126,45 @@ def find_extractor(reward: FunctionConfig) -> str | None:
     return name
 
 
-def is_over_batch(config: FunctionConfig) -> bool:
-    """Whether an advantage takes the whole batch (its argument is declared as AdvantageInputs), not one group."""
-    arguments = _definition(import_string(config.fn, "advantage"), "advantage").args
+def is_over_batch(config: FunctionConfig, role: Role) -> bool:
+    """Whether a function takes a whole batch, by how its first argument is declared.
+
+    An advantage does with AdvantageInputs, not one group; a reward with list[str], all completions at once.
+    """
+    arguments = _definition(import_string(config.fn, role), role).args
     first = [*arguments.posonlyargs, *arguments.args][0]
-    return first.annotation is not None and ast.unparse(first.annotation).strip("'\"").endswith("AdvantageInputs")
+    if first.annotation is None:
+        return False
+    declared = ast.unparse(first.annotation).strip("'\"")
+    return declared in ("list[str]", "Sequence[str]") if role == "reward" else declared.endswith("AdvantageInputs")
+
+
+def labels(configs: Sequence[FunctionConfig]) -> list[str]:
+    """Short names for metrics; of several functions of one name, the second is `{name}_1`."""
+    names = [config.fn.rpartition(":")[2] for config in configs]
+    earlier = [names[:place].count(name) for place, name in enumerate(names)]
+    return [f"{name}_{count}" if count else name for name, count in zip(names, earlier, strict=True)]
 
 
 def source_sha256(config: FunctionConfig, role: Role) -> str:
-    """SHA-256 of the file that defines the function: an edited reward is another reward."""
+    """SHA-256 of the file that defines the function: an edited reward is another reward.
+
+    With a setting called `weights`, of what lies there as well: so is one with other weights.
+    """
     path, _ = _locate(import_string(config.fn, role), role)
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    weights = config.kwargs.get("weights")
+    return sha256_json([digest, content_digest(weights)]) if isinstance(weights, str) else digest
+
+
+def reward_sources(rewards: Sequence[FunctionConfig]) -> dict[str, str]:
+    """`source_sha256` of each reward by its fn; of several with one fn, the second is `{fn}_1`."""
+    names = [reward.fn for reward in rewards]
+    counts = [names[:place].count(name) for place, name in enumerate(names)]
+    return {
+        f"{reward.fn}_{count}" if count else reward.fn: source_sha256(reward, "reward")
+        for reward, count in zip(rewards, counts, strict=True)
+    }
 
 
 def load_function(config: FunctionConfig, role: Role) -> Callable:

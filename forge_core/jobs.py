@@ -19,9 +19,10 @@ from forge_core.config import (
     SamplingConfig,
     TrainerConfig,
 )
-from forge_core.data_config import ChatConfig
-from forge_core.fit_config import DpoConfig, FitConfig, SftConfig
-from forge_core.quantize_config import QuantizeConfig, SchemeConfig
+from forge_core.data_config import ChatConfig, Order
+from forge_core.fit_config import DpoConfig, FitConfig, RewardModelConfig, SftConfig
+from forge_core.quantize_config import SchemeConfig
+from forge_core.quantize_jobs import QatJob, QuantizeJob, SpeedJob
 from forge_core.software import software_versions
 from forge_core.stage_job import Role, StageJob
 from forge_core.update_config import KlConfig, UpdateConfig
@@ -36,6 +37,19 @@ class DatasetJob(StageJob):
     stage: Literal["dataset"] = "dataset"
     dataset: DatasetConfig
     source_sha256: str
+
+
+class OverlapJob(StageJob):
+    """Find the problems of evaluations in a training set."""
+
+    role = "scorer"
+    kind = "overlap"
+    stage: Literal["overlap"] = "overlap"
+    dataset: Ref
+    held_out: tuple[Ref, ...]
+    names: tuple[str, ...] = Field(description="Of the evaluations, one for each held-out set")
+    counts: tuple[int, ...] = Field(description="Problems of each that are evaluated, the first ones")
+    num_words: int
 
 
 class StartJob(StageJob):
@@ -93,6 +107,15 @@ class DpoJob(FitJob):
     dpo: DpoConfig
 
 
+class RewardModelJob(FitJob):
+    """A policy turned into a reward model."""
+
+    kind = "reward_model"
+    packages = ("torch", "transformers")
+    stage: Literal["reward_model"] = "reward_model"
+    reward_model: RewardModelConfig
+
+
 class RolloutJob(StageJob):
     """Sample groups of completions from a policy."""
 
@@ -104,6 +127,7 @@ class RolloutJob(StageJob):
     dataset: Ref
     first_prompt: int = Field(description="Place of the first prompt in the endless shuffled stream of the dataset")
     num_prompts: int
+    order: Order = "shuffled"
     group_size: int
     sampling: SamplingConfig
     chat: ChatConfig = Field(default_factory=ChatConfig)
@@ -209,65 +233,14 @@ class EvaluateJob(StageJob):
     seed: int
 
 
-class QuantizeJob(StageJob):
-    """A policy with its Linear layers quantized, calibrated on sequences of rollouts or of a dataset."""
-
-    role = "scorer"
-    kind = "quantized_policy"
-    packages = ("torch", "torchao", "compressed-tensors", "transformers")
-    stage: Literal["quantize"] = "quantize"
-    policy: Ref
-    rollouts: tuple[Ref, ...] = Field(description="Rollout sets to calibrate on, none when a dataset is")
-    dataset: Ref | None = Field(None, description="Conversations to calibrate on instead")
-    previous: Ref | None = Field(None, description="A quantized policy whose calibration this one is compared with")
-    chat: ChatConfig = Field(default_factory=ChatConfig)
-    quantize: QuantizeConfig
-    max_mae: float = Field(0.0, description="Error that `mixed` keeps layers for, 0 when it keeps none")
-    seed: int
-
-
-class QatJob(StageJob):
-    """A policy fine-tuned while it computes with quantized numbers, on its own rollouts or on a dataset."""
-
-    role = "trainer"
-    kind = "policy"
-    packages = ("torch", "torchao", "torchtitan", "transformers")
-    stage: Literal["qat"] = "qat"
-    policy: Ref
-    rollouts: tuple[Ref, ...]
-    dataset: Ref | None = None
-    chat: ChatConfig = Field(default_factory=ChatConfig)
-    quantize: QuantizeConfig
-    num_steps: int
-    batch_size: int
-    optimizer: OptimizerConfig
-    trainer: TrainerConfig
-    seed: int
-
-
-class SpeedJob(StageJob):
-    """Tokens per second of a policy and of its quantized form, measured in turns on the same prompts."""
-
-    role = "generator"
-    kind = "eval"
-    packages = ("torch", "vllm", "transformers")
-    stage: Literal["speed"] = "speed"
-    policy: Ref
-    quantized: Ref
-    dataset: Ref
-    num_prompts: int
-    max_tokens: int
-    num_rounds: int
-    generator: GeneratorConfig
-    seed: int
-
-
 QuantizationJob = QuantizeJob | QatJob | SpeedJob
 Job = (
     DatasetJob
+    | OverlapJob
     | StartJob
     | SftJob
     | DpoJob
+    | RewardModelJob
     | RolloutJob
     | MergeJob
     | ReferenceJob

@@ -21,9 +21,11 @@ class TimeLimitsConfig(Settings):
     """Seconds after which a stage's process is killed and the stage tried once more. Results do not depend on them."""
 
     dataset: float = Field(3600, gt=0, description="Seconds to materialise a dataset")
+    overlap: float = Field(3600, gt=0, description="Seconds to compare training data with the evaluations")
     start: float = Field(3600, gt=0, description="Seconds to build or fetch the starting policy")
     sft: float = Field(24 * 3600, gt=0, description="Seconds of supervised fine-tuning")
     dpo: float = Field(24 * 3600, gt=0, description="Seconds of training on preference pairs")
+    reward_model: float = Field(24 * 3600, gt=0, description="Seconds to train a reward model")
     rollout: float = Field(4 * 3600, gt=0, description="Seconds to sample one rollout set")
     merge: float = Field(3600, gt=0, description="Seconds to put the shards of one rollout set together")
     reference: float = Field(4 * 3600, gt=0, description="Seconds for the reference log-probs of one rollout set")

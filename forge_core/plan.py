@@ -13,11 +13,12 @@ from forge_core.config import (
     EvalConfig,
     GrpoConfig,
     GrpoRunConfig,
+    RewardModelRunConfig,
     RunConfig,
     SftRunConfig,
 )
-from forge_core.fit_config import SftConfig
-from forge_core.functions import check_function, find_extractor, is_over_batch, source_sha256
+from forge_core.fit_config import FitConfig, SftConfig
+from forge_core.functions import check_function, find_extractor, is_over_batch, reward_sources, source_sha256
 from forge_core.jobs import (
     DatasetJob,
     DpoJob,
@@ -57,6 +58,14 @@ class Plan:
         config = self.config
         return config.grpo if isinstance(config, GrpoRunConfig) and config.grpo.num_iterations > 0 else None
 
+    @property
+    def fits(self) -> list[FitConfig]:
+        """Settings of every training on a fixed dataset."""
+        config = self.config
+        found: list[FitConfig] = [config.dpo] if isinstance(config, DpoRunConfig) else []
+        found += [config.reward_model] if isinstance(config, RewardModelRunConfig) else []
+        return found + ([self.sft_config] if self.sft_config is not None else [])
+
     def check(self) -> None:
         """Raise ValueError for whatever can be known to be wrong before a process starts."""
         config = self.config
@@ -65,11 +74,12 @@ class Plan:
             check_function(evaluation.dataset, "dataset")
             check_function(evaluation.reward, "reward")
             find_extractor(evaluation.reward)
-        for fit in (self.sft_config, config.dpo if isinstance(config, DpoRunConfig) else None):
-            if fit is not None:
-                check_function(fit.dataset, "dataset")
-                if fit.validation is not None:
-                    check_function(fit.validation.dataset, "dataset")
+        for fit in self.fits:
+            check_function(fit.dataset, "dataset")
+            if fit.validation is not None:
+                check_function(fit.validation.dataset, "dataset")
+        if isinstance(config, RewardModelRunConfig) and config.trainer.num_ranks > 1:
+            raise ValueError(f"trainer.num_ranks is {config.trainer.num_ranks}; a reward model trains in one, set 1")
         if (grpo := self.grpo_config) is not None:
             check_function(grpo.dataset, "dataset")
             for reward in grpo.rewards:
@@ -82,7 +92,7 @@ class Plan:
                     f"({config.generator.max_model_len}): the trainer could not take the longest rollout; raise "
                     "row_tokens or lower max_model_len"
                 )
-            if grpo.dynamic_sampling is not None and is_over_batch(grpo.advantage):
+            if grpo.dynamic_sampling is not None and is_over_batch(grpo.advantage, "advantage"):
                 raise ValueError(
                     f"dynamic_sampling is set and advantage {grpo.advantage.fn} compares a whole batch, which would "
                     "then be several; use one that compares within a group, such as group_zscore"
@@ -169,6 +179,7 @@ class Plan:
             dataset=dataset,
             first_prompt=(iteration + earlier_refills + refill) * grpo.prompts_per_iteration,
             num_prompts=grpo.prompts_per_iteration,
+            order=grpo.order,
             group_size=grpo.group_size,
             sampling=grpo.sampling,
             chat=self.config.chat,
@@ -197,7 +208,6 @@ class Plan:
         """Rewards and advantages of a rollout set."""
         grpo = self.grpo_config
         assert grpo is not None
-        sources = {reward.fn: source_sha256(reward, "reward") for reward in grpo.rewards}
         return ScoreJob(
             output=self._iteration_uri("scored", iteration, refill),
             rollouts=rollouts,
@@ -210,7 +220,8 @@ class Plan:
             overlong=grpo.overlong,
             drop_truncated=grpo.drop_truncated,
             max_tokens=grpo.sampling.max_tokens if grpo.overlong else 0,
-            source_sha256=sources | {grpo.advantage.fn: source_sha256(grpo.advantage, "advantage")},
+            source_sha256=reward_sources(grpo.rewards)
+            | {grpo.advantage.fn: source_sha256(grpo.advantage, "advantage")},
         )
 
     def update(self, policy: Ref, scored: Sequence[Ref], iteration: int) -> UpdateJob:

@@ -16,6 +16,7 @@ WORK_PHASE = {
     "start": "start",
     "sft": "sft",
     "dpo": "dpo",
+    "reward_model": "reward_model",
     "rollout": "generate",
     "reference": "reference",
     "score": "score",

@@ -20,7 +20,13 @@ class RunRecord(Settings):
 
     run_id: str
     recipe: Literal[
-        "RunConfig", "SftRunConfig", "DpoRunConfig", "GrpoRunConfig", "PostTrainConfig", "QuantizeRunConfig"
+        "RunConfig",
+        "SftRunConfig",
+        "DpoRunConfig",
+        "RewardModelRunConfig",
+        "GrpoRunConfig",
+        "PostTrainConfig",
+        "QuantizeRunConfig",
     ]
     config: dict[str, JsonValue]
     started_at: str

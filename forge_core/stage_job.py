@@ -17,13 +17,15 @@ Role = Literal["trainer", "generator", "scorer", "reference"]
 # Bump a stage's number when its code changes what it computes: outputs of older code then count as another job.
 STAGE_VERSIONS = {
     "dataset": 1,
+    "overlap": 1,
     "start": 1,
     "sft": 3,
     "dpo": 1,
+    "reward_model": 1,
     "rollout": 2,
     "merge": 1,
     "reference": 1,
-    "score": 2,
+    "score": 3,
     "update": 2,
     "evaluate": 2,
     "quantize": 1,

@@ -21,9 +21,11 @@ from forge_core.jobs import (
     DatasetJob,
     DpoJob,
     EvaluateJob,
+    OverlapJob,
     QatJob,
     QuantizeJob,
     ReferenceJob,
+    RewardModelJob,
     RolloutJob,
     ScoreJob,
     SftJob,
@@ -93,6 +95,12 @@ def dataset(job: DatasetJob) -> Ref:
 
 
 @stage_task
+def overlap(job: OverlapJob) -> Ref:
+    """Find the problems of evaluations in a training set."""
+    return _run(job)
+
+
+@stage_task
 def start(job: StartJob) -> Ref:
     """Build or import the starting policy."""
     return _run(job)
@@ -107,6 +115,12 @@ def sft(job: SftJob) -> Ref:
 @stage_task
 def dpo(job: DpoJob) -> Ref:
     """Train a policy on preference pairs."""
+    return _run(job)
+
+
+@stage_task
+def reward_model(job: RewardModelJob) -> Ref:
+    """Train a reward model on preference pairs."""
     return _run(job)
 
 

@@ -8,7 +8,15 @@ from pathlib import Path
 
 import yaml
 
-from forge_core.config import DpoRunConfig, GrpoRunConfig, PostTrainConfig, RunConfig, SftRunConfig, load_config
+from forge_core.config import (
+    DpoRunConfig,
+    GrpoRunConfig,
+    PostTrainConfig,
+    RewardModelRunConfig,
+    RunConfig,
+    SftRunConfig,
+    load_config,
+)
 
 # By the sections that a config has.
 _RECIPES: dict[frozenset[str], type[RunConfig]] = {
@@ -16,17 +24,18 @@ _RECIPES: dict[frozenset[str], type[RunConfig]] = {
     frozenset({"sft"}): SftRunConfig,
     frozenset({"grpo"}): GrpoRunConfig,
     frozenset({"dpo"}): DpoRunConfig,
+    frozenset({"reward_model"}): RewardModelRunConfig,
     frozenset(): RunConfig,
 }
 
 
 def recipe_of(path: Path) -> type[RunConfig]:
-    """The config model of a YAML file, by which of the sections `sft`, `grpo` and `dpo` it has."""
+    """The config model of a YAML file, by which of the sections `sft`, `grpo`, `dpo` and `reward_model` it has."""
     try:
         content = yaml.safe_load(path.read_text()) or {}
     except (OSError, yaml.YAMLError) as error:
         raise ValueError(f"cannot load config {path}: {error}") from error
-    sections = {"sft", "grpo", "dpo"} & content.keys()
+    sections = {"sft", "grpo", "dpo", "reward_model"} & content.keys()
     if (recipe := _RECIPES.get(frozenset(sections))) is None:
         raise ValueError(f"config {path} has the sections {', '.join(sorted(sections))}; no flow takes them together")
     return recipe
@@ -44,6 +53,7 @@ def run_config(path: Path, *, run_id: str | None, seed: int | None, deployment: 
     from flows.evaluate import evaluate
     from flows.grpo import grpo
     from flows.post_train import post_train
+    from flows.reward_model import reward_model
     from flows.sft import sft
 
     match config:
@@ -55,6 +65,8 @@ def run_config(path: Path, *, run_id: str | None, seed: int | None, deployment: 
             grpo(config, run_id=run_id)
         case DpoRunConfig():
             dpo(config, run_id=run_id)
+        case RewardModelRunConfig():
+            reward_model(config, run_id=run_id)
         case _:
             evaluate(config, run_id=run_id)
 

@@ -16,23 +16,20 @@ _SIGN = r"(?:(?<![\w.)])[-+\u2212])?"
 _PLAIN = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+"
 _NUMBER = re.compile(rf"{_SIGN}(?:{_PLAIN})(?:[eE][-+]?\d{{1,3}}(?!\d)|\s?/\s?\d+(?:\.\d+)?(?![\d/]))?")
 _LATEX_FRACTION = re.compile(r"\\[dt]?frac\s*\{\s*([-+]?[\d.,]+)\s*\}\s*\{\s*([\d.,]+)\s*\}")
+_LATEX_SHORT_FRACTION = re.compile(r"\\[dt]?frac\s*(\d)\s*(\d)")  # \frac12, which LaTeX reads as 1/2
 _LATEX_TEXT = re.compile(r"\\(?:text|mathrm|mbox|textbf|mathbf)\s*\{([^{}]*)\}")
 _LATEX_NOISE = re.compile(r"\\[,;!: ]|\\left|\\right|\\%|\\\$|[$]|\{,\}")
 _BRACE = re.compile(r"[{}]")
 _BOX = re.compile(r"\\boxed\s*\{")
-_ANSWER_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _AFTER_HASHES = re.compile(r"####[ \t]*(\S[^\n]*)")
 # What may follow a number that is all of an answer: a percent or degree sign, or words, the names of units.
 _UNIT = re.compile(r"\s*(?:[%\u00b0]|(?!pi\b)[a-zA-Z]{2,})?(?:\s+[a-zA-Z.]+(?:\s*\^\s*\{?\d\}?)?)*[\s.]*")
-_PHRASE = re.compile(r"\banswer(?:\s+is)?\s*[:=]?\s*(?=\S)", re.IGNORECASE)
+_PHRASE = re.compile(r"\banswer(?:\s{1,9}is)?\s{0,9}[:=]?", re.IGNORECASE)
 
 
 def visible(completion: str) -> str:
     """The completion without its thinking."""
-    _, closed, rest = completion.rpartition("</think>")
-    if closed:
-        return rest
-    return completion.partition("<think>")[0]
+    return completion.rpartition("</think>")[2].partition("<think>")[0]
 
 
 def after_hashes(text: str) -> str | None:
@@ -61,8 +58,9 @@ def _boxes(text: str) -> list[str]:
 
 def tagged(text: str) -> str | None:
     """The content of the last <answer>...</answer>."""
-    found = _ANSWER_TAG.findall(text)
-    return found[-1].strip() if found else None
+    end = text.rfind("</answer>")
+    begin = text.rfind("<answer>", 0, max(end, 0))
+    return text[begin + len("<answer>") : end].strip() if begin >= 0 else None
 
 
 def declared(text: str) -> str | None:
@@ -70,8 +68,10 @@ def declared(text: str) -> str | None:
     for find in (after_hashes, boxed, tagged):
         if (found := find(text)) is not None:
             return found
-    phrases = list(_PHRASE.finditer(text))
-    return text[phrases[-1].end() :].split("\n", 1)[0].strip() if phrases else None
+    for phrase in reversed(list(_PHRASE.finditer(text))):
+        if rest := text[phrase.end() :].lstrip():
+            return rest.split("\n", 1)[0].strip()
+    return None
 
 
 def first_number(text: str) -> Fraction | None:
@@ -111,7 +111,7 @@ def strip_latex(text: str) -> str:
     r"""The text with \\frac{a}{b} as a/b and without the LaTeX that only dresses it."""
     if "\\" not in text and "$" not in text and "{" not in text:
         return text
-    text = _LATEX_FRACTION.sub(r"\1/\2", text)
+    text = _LATEX_SHORT_FRACTION.sub(r"\1/\2", _LATEX_FRACTION.sub(r"\1/\2", text))
     return _LATEX_NOISE.sub("", _LATEX_TEXT.sub(r" \1 ", text))
 
 

@@ -7,31 +7,26 @@ the next. Which worker takes a call, and how many workers there are, decides tim
 
 from __future__ import annotations
 
-import contextlib
-import json
 import logging
 import math
 import os
 import selectors
-import signal
-import socket
-import subprocess
-import sys
 import time
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 from forge_core.config import RewardConfig
 from forge_core.examples import Example
+from forge_core.functions import is_over_batch, labels
+from forge_core.rewards.process import START_TIMEOUT_SECONDS, Call, WorkerProcess
 
 logger = logging.getLogger(__name__)
 
 MAX_WORKERS = 4
 MAX_BATCH = 64
-START_TIMEOUT_SECONDS = 300.0
 START_ATTEMPTS = 3
 EXIT_GRACE_SECONDS = 2.0  # from closing its channel to the end of a process; its exit code then says how it ended
 
@@ -46,6 +41,7 @@ class RewardValues:
     num_timeouts: int
     num_crashes: int
     extracted: list[list[str | None]]  # [N][K], the answers found; None also where nothing was to be extracted
+    metrics: dict[str, float] = field(default_factory=dict)  # what functions over whole batches report, by their label
 
 
 class RewardPool:
@@ -57,15 +53,26 @@ class RewardPool:
         *,
         num_workers: int | None = None,
         extractors: Mapping[str, str] | None = None,
+        scratch: Path | None = None,
     ) -> None:
-        """`extractors` names, by the `fn` of a reward, the function that says what it takes for the answer."""
-        self._rewards = tuple(rewards)
+        """`extractors` names, by the `fn` of a reward, the function that says what it takes for the answer.
+
+        `scratch`: where the workers' temporary files lie; the system's directory for such when it is None.
+        """
+        self._rewards, self._scratch = tuple(rewards), scratch
         self._extractors = dict(extractors or {})
+        columns = range(len(self._rewards))
+        self._over_batch = [column for column in columns if is_over_batch(self._rewards[column], "reward")]
+        self._by_call = [column for column in columns if column not in self._over_batch]
         self._num_workers = num_workers or min(MAX_WORKERS, len(os.sched_getaffinity(0)))
         self._selector = selectors.DefaultSelector()
-        self._workers: list[_Worker] = []
+        self._workers: list[WorkerProcess] = []
         self._failed_starts = 0
-        self._start_worker()  # not waited for: it imports while the owner has other things to do
+        # Not waited for: they import while the owner has other things to do.
+        for column in self._over_batch:
+            self._start_worker([column], takes_all=True)
+        if self._by_call:
+            self._start_worker(self._by_call)
 
     @property
     def pids(self) -> list[int]:
@@ -75,8 +82,9 @@ class RewardPool:
     def score(self, rows: Sequence[tuple[str, Example]]) -> RewardValues:
         """Every function on every completion; NaN for None and for a call that took too long or ended its process.
 
-        Raises ValueError naming the function when it raises, when it returns something that is no number, and when not
-        one of its calls returned. The workers are gone then.
+        Raises ValueError naming the function when it raises, when it returns something that is no number, when not one
+        of its calls returned, and when a function over the whole batch took too long or ended its process;
+        ConnectionError when such a function has raised one. The workers are gone then.
         """
         try:
             return self._score(rows)
@@ -90,17 +98,19 @@ class RewardPool:
             self._dismiss(self._workers[-1])
 
     def _score(self, rows: Sequence[tuple[str, Example]]) -> RewardValues:
-        pending = deque((row, column) for row in range(len(rows)) for column in range(len(self._rewards)))
+        pending = deque((row, column) for row in range(len(rows)) for column in self._by_call)
+        batches = {column: [(row, column) for row in range(len(rows))] for column in self._over_batch if rows}
         num_wanted = min(self._num_workers, math.ceil(len(pending) / MAX_BATCH))
         values = [[math.nan] * len(self._rewards) for _ in rows]
         extracted: list[list[str | None]] = [[None] * len(self._rewards) for _ in rows]
         failures: Counter[tuple[Failure, int]] = Counter()
-        while pending or any(worker.calls for worker in self._workers):
-            while pending and len(self._workers) < num_wanted:
-                self._start_worker()
-            self._deal(pending, rows)
+        while pending or batches or any(worker.calls for worker in self._workers):
+            self._start_what_is_missing(batches, num_wanted if pending else 0)
+            self._deal(pending, batches, rows)
             for worker, failure in self._listen(values, extracted):
                 self._dismiss(worker, grace_seconds=EXIT_GRACE_SECONDS if failure == "crash" else 0)
+                if worker.calls and worker.takes_all:
+                    raise ValueError(self._lost_batch(worker, failure, len(rows)))
                 if worker.calls:
                     row, column = worker.calls.popleft()
                     failures[failure, column] += 1
@@ -110,18 +120,39 @@ class RewardPool:
                     self._count_failed_start(worker, failure)
         self._require_an_end(failures, len(rows))
         num_timeouts = sum(count for (failure, _), count in failures.items() if failure == "timeout")
-        return RewardValues(values, num_timeouts, failures.total() - num_timeouts, extracted)
+        metrics = self._metrics() if rows else {}
+        return RewardValues(values, num_timeouts, failures.total() - num_timeouts, extracted, metrics)
 
-    def _deal(self, pending: deque[tuple[int, int]], rows: Sequence[tuple[str, Example]]) -> None:
+    def _metrics(self) -> dict[str, float]:
+        names = labels(self._rewards)
+        return {
+            f"{names[worker.columns[0]]}/{name}": value
+            for worker in self._workers
+            for name, value in worker.metrics.items()
+        }
+
+    def _start_what_is_missing(self, batches: dict[int, list[Call]], num_wanted: int) -> None:
+        there = {worker.columns[0] for worker in self._workers if worker.takes_all}
+        for column in batches.keys() - there:
+            self._start_worker([column], takes_all=True)
+        for _ in range(num_wanted - sum(not worker.takes_all for worker in self._workers)):
+            self._start_worker(self._by_call)
+
+    def _deal(self, pending: deque[Call], batches: dict[int, list[Call]], rows: Sequence[tuple[str, Example]]) -> None:
         for worker in self._workers:
-            if worker.is_idle and pending:
+            if not worker.is_idle:
+                continue
+            if worker.takes_all:
+                if (calls := batches.pop(worker.columns[0], None)) is not None:
+                    worker.take(calls, rows)
+            elif pending:
                 # Batches shrink towards the end, so that the workers end at the same time.
                 size = max(1, min(MAX_BATCH, len(pending) // (2 * self._num_workers)))
                 worker.take([pending.popleft() for _ in range(size)], rows)
 
     def _listen(
         self, values: list[list[float]], extracted: list[list[str | None]]
-    ) -> Iterator[tuple[_Worker, Failure]]:
+    ) -> Iterator[tuple[WorkerProcess, Failure]]:
         """Wait for answers and note them in `values` and `extracted`; yields the workers that are lost."""
         deadlines = {worker: worker.deadline(self._rewards) for worker in self._workers}
         soonest = min(deadlines.values())
@@ -137,18 +168,20 @@ class RewardPool:
             if worker not in heard and time.monotonic() >= deadline:
                 yield worker, "timeout"
 
-    def _start_worker(self) -> None:
-        worker = _Worker(self._rewards, self._extractors)
+    def _start_worker(self, columns: Sequence[int], *, takes_all: bool = False) -> None:
+        worker = WorkerProcess(
+            self._rewards, columns, extractors=self._extractors, takes_all=takes_all, scratch=self._scratch
+        )
         self._selector.register(worker.channel, selectors.EVENT_READ, worker)
         self._workers.append(worker)
 
-    def _dismiss(self, worker: _Worker, *, grace_seconds: float = 0) -> None:
+    def _dismiss(self, worker: WorkerProcess, *, grace_seconds: float = 0) -> None:
         self._workers.remove(worker)
         self._selector.unregister(worker.channel)
         worker.kill(grace_seconds)
 
-    def _count_failed_start(self, worker: _Worker, failure: Failure) -> None:
-        names = ", ".join(reward.fn for reward in self._rewards)
+    def _count_failed_start(self, worker: WorkerProcess, failure: Failure) -> None:
+        names = ", ".join(self._rewards[column].fn for column in worker.columns)
         how = f"did not start in {START_TIMEOUT_SECONDS:g} s" if failure == "timeout" else worker.obituary()
         logger.warning("a process to call %s %s", names, how)
         self._failed_starts += 1
@@ -158,7 +191,7 @@ class RewardPool:
                 "import the module by hand"
             )
 
-    def _warn(self, worker: _Worker, failure: Failure, column: int, example: Example) -> None:
+    def _warn(self, worker: WorkerProcess, failure: Failure, column: int, example: Example) -> None:
         reward = self._rewards[column]
         how = (
             f"did not return within {reward.timeout_seconds:g} s and was killed"
@@ -166,6 +199,15 @@ class RewardPool:
             else f"ended its process, which {worker.obituary()}"
         )
         logger.warning("reward %s %s on example %s; this completion has no score", reward.fn, how, example.id)
+
+    def _lost_batch(self, worker: WorkerProcess, failure: Failure, num_rows: int) -> str:
+        reward = self._rewards[worker.columns[0]]
+        how = (
+            f"took longer than timeout_seconds = {reward.timeout_seconds:g} for each of them"
+            if failure == "timeout"
+            else f"ended its process, which {worker.obituary()}"
+        )
+        return f"reward {reward.fn}, which scores a batch as a whole ({num_rows} completions), {how}; see the log"
 
     def _require_an_end(self, failures: Counter[tuple[Failure, int]], num_rows: int) -> None:
         for column, reward in enumerate(self._rewards):
@@ -176,87 +218,3 @@ class RewardPool:
                     f"timeout_seconds = {reward.timeout_seconds:g}, {num_crashes} ended its process; fix the function "
                     "or raise the limit"
                 )
-
-
-class _Worker:
-    """One worker process, the calls it has in hand, and when it was last heard of."""
-
-    def __init__(self, rewards: Sequence[RewardConfig], extractors: Mapping[str, str]) -> None:
-        self.channel, theirs = socket.socketpair()
-        with theirs:
-            # In the session of its owner: a signal to the group reaches both.
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "forge_core.rewards.worker", str(theirs.fileno())],
-                stdin=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
-            )
-        self.calls: deque[tuple[int, int]] = deque()
-        self.is_ready = False
-        self._unread = b""
-        asked = [{"fn": one.fn, "kwargs": one.kwargs, "extractor": extractors.get(one.fn)} for one in rewards]
-        self._send(json.dumps(asked))
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether it can take calls."""
-        return self.is_ready and not self.calls and self.process.poll() is None
-
-    def take(self, calls: list[tuple[int, int]], rows: Sequence[tuple[str, Example]]) -> None:
-        """Give it these calls, each a row and the index of a function."""
-        self.calls.extend(calls)
-        texts = json.dumps([[column, rows[row][0]] for row, column in calls])
-        examples = ",".join(rows[row][1].model_dump_json() for row, _ in calls)
-        self._send(f"{texts}\n[{examples}]")
-
-    def receive(self, values: list[list[float]], extracted: list[list[str | None]]) -> bool:
-        """Note the answers that have arrived; False when there is nobody to send any."""
-        try:
-            data = self.channel.recv(1 << 16)
-        except ConnectionError:
-            data = b""
-        *lines, self._unread = (self._unread + data).split(b"\n")
-        for answer in map(json.loads, lines):
-            if "error" in answer:
-                raise ValueError(answer["error"])
-            if "ready" in answer:
-                self.is_ready = True
-            else:
-                row, column = self.calls.popleft()
-                values[row][column] = math.nan if answer["value"] is None else answer["value"]
-                extracted[row][column] = answer["extracted"]
-        self._since = time.monotonic()
-        return bool(data)
-
-    def deadline(self, rewards: Sequence[RewardConfig]) -> float:
-        """When to give up waiting for what it does now, in time.monotonic() seconds."""
-        if not self.is_ready:
-            return self._since + START_TIMEOUT_SECONDS
-        return self._since + rewards[self.calls[0][1]].timeout_seconds if self.calls else math.inf
-
-    def kill(self, grace_seconds: float) -> None:
-        """End the process, which may end by itself first, and what functions have started in it; returns when gone."""
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(grace_seconds)
-        for pid in [*_descendants(self.process.pid), self.process.pid]:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        self.process.wait()
-        self.channel.close()
-
-    def obituary(self) -> str:
-        """How the process ended."""
-        code = self.process.wait()
-        return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
-
-    def _send(self, text: str) -> None:
-        with contextlib.suppress(ConnectionError):  # what it did not read it will not answer
-            self.channel.sendall(text.encode() + b"\n")
-        self._since = time.monotonic()
-
-
-def _descendants(pid: int) -> Iterator[int]:
-    with contextlib.suppress(OSError):  # it has ended in the meantime
-        for path in Path(f"/proc/{pid}/task").glob("*/children"):
-            for child in path.read_text().split():
-                yield from _descendants(int(child))
-                yield int(child)

@@ -5,7 +5,8 @@
 FD is one end of a socket pair that carries JSON, one value a line. The owner first sends the functions, each with
 `extractor`, the one that says what it takes for the answer, or null. They are answered by {"ready": true} once they are
 imported. Then come batches of two lines: calls [[function index, completion], ...] and their examples. Every call gets
-its answer as soon as it has one: {"value": number or null, "extracted": text or null} or {"error": message}.
+its answer as soon as it has one: {"value": number or null, "extracted": text or null} or {"error": message}. A function
+over whole batches gets one call for all; {"metrics": {...}} comes before its values.
 
 Imports no torch, so that it starts fast.
 """
@@ -21,13 +22,14 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 from pydantic import TypeAdapter
 
 from forge_core.config import FunctionConfig
-from forge_core.examples import Example, Extractor, Reward
-from forge_core.functions import load_function
+from forge_core.examples import BatchReward, BatchRewards, Example, Extractor, Reward
+from forge_core.functions import is_over_batch, load_function
 
 _EXAMPLES = TypeAdapter(list[Example])
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -40,6 +42,28 @@ def call_reward(fn: Reward, name: str, completion: str, example: Example) -> flo
         value = fn(completion, example)
     except Exception as error:
         raise ValueError(f"reward {name} raised {error!r} on example {example.id}; {_REMEDY}") from error
+    return _number(value, name, example)
+
+
+def call_over_batch(fn: BatchReward, name: str, completions: list[str], examples: list[Example]) -> BatchRewards:
+    """The rewards of a whole batch; NaN for None. Raises ValueError naming the function, ConnectionError if it does."""
+    try:
+        found = fn(completions, examples)
+    except ConnectionError as error:
+        raise ConnectionError(f"reward {name}: {error}") from error
+    except Exception as error:
+        raise ValueError(f"reward {name} raised {error!r} on a batch of {len(examples)}; fix the function") from error
+    if not isinstance(found, BatchRewards):
+        found = BatchRewards(found, {})
+    if len(found.values) != len(examples):
+        raise ValueError(
+            f"reward {name} returned {len(found.values)} values for {len(examples)} completions; {_REMEDY}"
+        )
+    pairs = zip(found.values, examples, strict=True)
+    return BatchRewards([_number(value, name, example) for value, example in pairs], found.metrics)
+
+
+def _number(value: object, name: str, example: Example) -> float:
     if value is None:
         return math.nan
     if not isinstance(value, int | float) or not abs(value) <= sys.float_info.max:
@@ -58,6 +82,33 @@ def call_extractor(fn: Extractor, name: str, completion: str, example: Example) 
     return text
 
 
+@dataclass(frozen=True)
+class Called:
+    """A reward function as the owner has asked for it, and the function that says what it takes for the answer."""
+
+    config: FunctionConfig
+    reward: Callable
+    extractor_name: str | None
+    extractor: Extractor | None
+    is_over_batch: bool
+
+    def on_one(self, completion: str, example: Example) -> dict:
+        """The answer to one call."""
+        return self._answer(call_reward(self.reward, self.config.fn, completion, example), completion, example)
+
+    def on_batch(self, completions: list[str], examples: list[Example]) -> Iterator[dict]:
+        """The metrics of a batch, and then the answers to all of its calls."""
+        found = call_over_batch(self.reward, self.config.fn, completions, examples)
+        yield {"metrics": dict(found.metrics)}
+        yield from map(self._answer, found.values, completions, examples)
+
+    def _answer(self, value: float | None, completion: str, example: Example) -> dict:
+        extracted = None
+        if self.extractor is not None and self.extractor_name is not None:
+            extracted = call_extractor(self.extractor, self.extractor_name, completion, example)
+        return {"value": None if value is None or math.isnan(value) else value, "extracted": extracted}
+
+
 def answers(requests: Iterator[bytes]) -> Iterator[dict]:
     """What is said to the owner: that the functions are there, then one answer for each call, in order."""
     functions = []
@@ -71,18 +122,19 @@ def answers(requests: Iterator[bytes]) -> Iterator[dict]:
         except Exception as error:
             yield {"error": f"reward {config.fn} cannot be imported: {error!r}; fix its module"}
             return
-        functions.append((config.fn, reward, name, extractor))
+        functions.append(Called(config, reward, name, extractor, is_over_batch(config, "reward")))
     yield {"ready": True}
-    for calls, examples in zip(requests, requests, strict=False):
-        for (index, completion), example in zip(json.loads(calls), _EXAMPLES.validate_json(examples), strict=True):
-            fn, reward, name, extractor = functions[index]
-            try:
-                value = call_reward(reward, fn, completion, example)
-                extracted = call_extractor(extractor, name, completion, example) if extractor else None
-            except ValueError as error:
-                yield {"error": str(error)}
-                return
-            yield {"value": None if math.isnan(value) else value, "extracted": extracted}
+    for line, examples_line in zip(requests, requests, strict=False):
+        calls, examples = json.loads(line), _EXAMPLES.validate_json(examples_line)
+        try:
+            if functions[calls[0][0]].is_over_batch:
+                yield from functions[0].on_batch([completion for _, completion in calls], examples)
+                continue
+            for (index, completion), example in zip(calls, examples, strict=True):
+                yield functions[index].on_one(completion, example)
+        except (ValueError, ConnectionError) as error:
+            yield {"error": str(error), "is_transient": isinstance(error, ConnectionError)}
+            return
 
 
 def main() -> None:

@@ -17,7 +17,7 @@ from forge_core.config import RewardConfig
 from forge_core.difficulty import by_difficulty
 from forge_core.eval_config import EvalConfig
 from forge_core.evaluations import EvaluationReport
-from forge_core.examples import Example, read_examples
+from forge_core.examples import Example, pick_examples
 from forge_core.functions import find_extractor
 from forge_core.generator import Completion
 from forge_core.graded import GradedCompletion, GradedProblem, Metrics, describe
@@ -37,8 +37,9 @@ def run(job: EvaluateJob, workspace: Workspace) -> Manifest:
     watch, settings = Stopwatch(), job.evaluation
     with watch("load"):
         engine = engine_with(job, workspace)
-        _, dataset_dir = workspace.fetch(job.dataset)
-        examples = first_examples(read_examples(dataset_dir / "examples.jsonl"), settings)
+        dataset, dataset_dir = workspace.fetch(job.dataset)
+        require_enough(int(dataset.summary["dataset/examples"]), settings)
+        examples = pick_examples(dataset_dir / "examples.jsonl", range(settings.num_examples))
     extractor = find_extractor(settings.reward)
     pool = _reward_pool(job, extractor, workspace)  # it imports the reward while the engine generates
     prompts = [encode_prompt(engine.tokenizer, example.prompt, job.chat) for example in examples]
@@ -62,14 +63,12 @@ def run(job: EvaluateJob, workspace: Workspace) -> Manifest:
         return workspace.commit(job, directory, summary=summary, timings=watch.seconds)
 
 
-def first_examples(examples: Sequence[Example], settings: EvalConfig) -> Sequence[Example]:
-    """The problems of an evaluation; raises ValueError when there are too few."""
-    if len(examples) < settings.num_examples:
+def require_enough(num_held: int, settings: EvalConfig) -> None:
+    """Raise ValueError when a dataset has too few problems for an evaluation."""
+    if num_held < settings.num_examples:
         raise ValueError(
-            f"evals.{settings.name}.num_examples is {settings.num_examples}, but the dataset holds {len(examples)}; "
-            "lower it"
+            f"evals.{settings.name}.num_examples is {settings.num_examples}, but the dataset holds {num_held}; lower it"
         )
-    return examples[: settings.num_examples]
 
 
 def _reward_pool(job: EvaluateJob, extractor: str | None, workspace: Workspace) -> RewardPool:
@@ -145,7 +144,7 @@ def report_on(problems: Sequence[GradedProblem], job: EvaluateJob, extractor: st
 
 def tracked(report: EvaluationReport, scored: RewardValues) -> Metrics:
     """The numbers of a report under their tracking names, and how many rewards failed."""
-    found = report.metrics | {"timeouts": scored.num_timeouts, "crashes": scored.num_crashes}
+    found = report.metrics | {"timeouts": scored.num_timeouts, "crashes": scored.num_crashes} | scored.metrics
     for one in report.difficulty:
         found |= one.metrics
     return {f"eval/{report.name}/{name}": value for name, value in found.items()}

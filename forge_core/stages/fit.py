@@ -19,7 +19,6 @@ from forge_core.examples import take
 from forge_core.fit_progress import Progress, Validation
 from forge_core.jobs import FitJob
 from forge_core.stages.workspace import Workspace
-from forge_core.trainer.policy_trainer import PolicyTrainer
 
 logger = logging.getLogger(__name__)
 
@@ -46,11 +45,35 @@ class Course(Protocol):
         ...
 
 
+class Trained(Protocol):
+    """Weights and an optimizer, which can be kept and taken back to the bit."""
+
+    def scale_learning_rate(self, factor: float) -> None:
+        """Take the next step at `factor` times the learning rate of the schedule."""
+        ...
+
+    def save_weights(self, out_dir: Path) -> None:
+        """Keep the weights alone."""
+        ...
+
+    def load_weights(self, in_dir: Path) -> None:
+        """Take them back."""
+        ...
+
+    def save_train_state(self, out_dir: Path) -> None:
+        """Keep weights, optimizer and step."""
+        ...
+
+    def load_train_state(self, in_dir: Path) -> None:
+        """Take them back."""
+        ...
+
+
 @dataclass
 class Fit:
     """A training that is under way in this process."""
 
-    trainer: PolicyTrainer
+    trainer: Trained
     job: FitJob
     course: Course
     workspace: Workspace

@@ -8,7 +8,7 @@ import torch
 
 from forge_core.artifacts import Manifest
 from forge_core.chat import encode_prompt
-from forge_core.examples import Example, read_examples, take
+from forge_core.examples import Example, difficulties, pick_examples, take
 from forge_core.generator import Completion
 from forge_core.jobs import RolloutJob
 from forge_core.rollouts import Rollouts, RolloutTexts, describe
@@ -23,12 +23,19 @@ def run(job: RolloutJob, workspace: Workspace) -> Manifest:
     with watch("load"):
         engine = engine_with(job, workspace)
         dataset, dataset_dir = workspace.fetch(job.dataset)
-        examples = read_examples(dataset_dir / "examples.jsonl")
-    start, content = job.first_prompt, dataset.sha256_of("examples.jsonl")
-    window = take(len(examples), start=start, count=job.num_prompts, seed=job.seed, digest=content)
-    encoded = [encode_prompt(engine.tokenizer, examples[index].prompt, job.chat) for index in window]
+        path, start = dataset_dir / "examples.jsonl", job.first_prompt
+        window = take(
+            int(dataset.summary["dataset/examples"]),
+            start=start,
+            count=job.num_prompts,
+            seed=job.seed,
+            digest=dataset.sha256_of("examples.jsonl"),
+            difficulties=difficulties(path) if job.order == "easy_first" else None,
+        )
+        examples = pick_examples(path, window)
+    encoded = [encode_prompt(engine.tokenizer, example.prompt, job.chat) for example in examples]
     places = fitting(encoded, job)
-    chosen, prompts = [examples[window[place]] for place in places], [encoded[place] for place in places]
+    chosen, prompts = [examples[place] for place in places], [encoded[place] for place in places]
     # A seed per place in the data stream: the same prompt samples anew in another epoch, and any replica samples alike.
     seeds = [derive_seed("rollout", job.seed, start + place) for place in places]
     with watch("generate"):

@@ -9,7 +9,7 @@ from forge_core import kl
 from forge_core.advantages import AdvantageInputs, compute_advantages, has_spread
 from forge_core.artifacts import Manifest
 from forge_core.config import RewardConfig
-from forge_core.functions import load_function
+from forge_core.functions import labels, load_function
 from forge_core.jobs import ScoreJob
 from forge_core.rewards.overlong import overlong_penalties
 from forge_core.rewards.pool import RewardPool
@@ -37,9 +37,10 @@ def run(job: ScoreJob, workspace: Workspace) -> Manifest:
 
 
 def score_rollouts(rollouts: Rollouts, pool: RewardPool) -> tuple[Tensor, dict[str, float]]:
-    """Rewards by function, [N, K], NaN where a completion could not be scored; and how many calls came to no end."""
+    """Rewards by function, [N, K], NaN where a completion could not be scored; and what else there is to report."""
     scored = pool.score([(text.completion, text.example) for text in rollouts.texts])
     counts: dict[str, float] = {"reward/timeouts": scored.num_timeouts, "reward/crashes": scored.num_crashes}
+    counts |= scored.metrics
     return torch.tensor(scored.values, dtype=torch.float32), counts
 
 
@@ -118,7 +119,7 @@ def reward_pool(
         if held[0] == (rewards, sources, extractors):
             return held[1]
         held[1].close()
-    pool = RewardPool(rewards, extractors=extractors)
+    pool = RewardPool(rewards, extractors=extractors, scratch=workspace.scratch)
     workspace.held["rewards"] = ((rewards, sources, extractors), pool)
     return pool
 
@@ -132,8 +133,8 @@ def describe(scores: Scores, rewards: tuple[RewardConfig, ...]) -> dict[str, flo
             "check the reward's input"
         )
     by_function = {
-        f"reward_by_function/{reward.fn.rpartition(':')[2]}": scores.rewards[:, column].nanmean().item()
-        for column, reward in enumerate(rewards)
+        f"reward_by_function/{label}": scores.rewards[:, column].nanmean().item()
+        for column, label in enumerate(labels(rewards))
     }
     return {
         "reward/mean": valid.mean().item(),

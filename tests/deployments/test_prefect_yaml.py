@@ -13,6 +13,7 @@ REPO = Path(__file__).parent.parent.parent
 DEPLOYMENTS = yaml.safe_load((REPO / "prefect.yaml").read_text())["deployments"]
 EXPECTED = {
     "dpo/default",
+    "reward-model/default",
     "drill/default",
     "drill/soak",
     "branch/default",

@@ -11,6 +11,7 @@ from forge_core.config import (
     EvalConfig,
     GrpoRunConfig,
     PostTrainConfig,
+    RewardModelRunConfig,
     RunConfig,
     SftRunConfig,
     load_config,
@@ -107,6 +108,7 @@ def test_every_shipped_config_loads_and_opens_with_its_command(path: Path):
     models = {
         "sft": SftRunConfig,
         "dpo": DpoRunConfig,
+        "reward_model": RewardModelRunConfig,
         "grpo": GrpoRunConfig,
         "evaluate": RunConfig,
         "quantize": QuantizeRunConfig,

@@ -14,7 +14,7 @@ import pytest
 from datasets import Dataset
 
 from forge_core import storage
-from forge_core.datasets import file, gsm8k, hub, mixture
+from forge_core.datasets import file, gsm8k, hub, math, mixture
 from forge_core.tables import BATCH_ROWS, pick, read_rows
 
 ROWS = [
@@ -142,6 +142,30 @@ def test_gsm8k_keeps_the_worked_solution_for_sft_and_the_number_as_answer(tmp_pa
     [example] = gsm8k(path=str(tmp_path / "train.jsonl"))
     assert example.answer == "72"
     assert example.conversation[-1] == {"role": "assistant", "content": worked}
+
+
+def test_math_has_the_boxed_answer_the_worked_solution_and_the_level(tmp_path: Path):
+    row = {"problem": "Half of 1?", "level": "Level 3", "type": "Algebra", "solution": "It is $\\boxed{\\frac{1}{2}}$."}
+    path = tmp_path / "train.jsonl"
+    path.write_text(json.dumps(row) + "\n")
+    [example] = math(path=str(path))
+    assert (example.answer, example.metadata) == ("\\frac{1}{2}", {"difficulty": 3.0})
+    assert example.conversation[-1]["content"] == row["solution"]
+    pq.write_table(pa.Table.from_pylist([row]), tmp_path / "train.parquet")
+    assert [one.answer for one in math(name=str(tmp_path), part="train")] == ["\\frac{1}{2}"]  # a mirror of the hub
+    path.write_text(json.dumps(row | {"solution": "one half"}) + "\n")
+    with pytest.raises(ValueError, match=r"of math has no closed \\boxed\{\} in its solution"):
+        list(math(path=str(path)))
+
+
+def test_a_difficulty_is_a_number_or_a_text_with_one(tmp_path: Path):
+    path = tmp_path / "rows.jsonl"
+    rows = [{"question": "a", "answer": "1", "level": level} for level in (2, 0.5, "Level 4", "hard")]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    stream = file(path=str(path), fields={"difficulty": "level"})
+    assert [next(stream).metadata["difficulty"] for _ in range(3)] == [2.0, 0.5, 4.0]
+    with pytest.raises(ValueError, match=r"rows.jsonl:4 has the difficulty 'hard', which holds no number"):
+        next(stream)
 
 
 def test_a_mixture_takes_its_sources_in_proportion_and_repeats_nothing(tmp_path: Path):

@@ -73,6 +73,7 @@ EXAMPLE = Example(id="e7", messages=(Message(role="user", content="1+1="),), ans
 def user_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "hostile.py").write_text(textwrap.dedent(REWARDS))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("NOTES", str(tmp_path / "notes"))
 
 
@@ -179,13 +180,13 @@ def test_a_function_none_of_whose_calls_returns_is_an_error(start):
 
 
 def test_a_function_that_cannot_be_imported_is_named(start, tmp_path: Path):
-    (tmp_path / "hostile.py").write_text("import no_such_module\n")
+    (tmp_path / "hostile.py").write_text("import no_such_module\ndef number(completion, example): ...\n")
     with pytest.raises(ValueError, match=r"reward hostile:number cannot be imported: ModuleNotFoundError"):
         start("number").score(rows("1"))
 
 
 def test_a_module_that_ends_every_process_which_imports_it_is_an_error(start, tmp_path: Path):
-    (tmp_path / "hostile.py").write_text("import os; os._exit(7)\n")
+    (tmp_path / "hostile.py").write_text("import os; os._exit(7)\ndef number(completion, example): ...\n")
     with pytest.raises(RuntimeError, match=r"hostile:number exited with code 7, 3 times in a row"):
         start("number").score(rows("1"))
 

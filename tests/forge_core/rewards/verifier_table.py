@@ -36,6 +36,13 @@ EXACT_NUMBER = [
     ("<think>5", "5", 0),
     ("<think>5</think>", "5", 0),
     ("<think>4</think>5", "5", 1),
+    ("<think>4</think>5<think>no, 6", "5", 1),  # a second thought that was never closed
+    ("</think>5", "5", 1),  # opened by the prompt
+    ("5</think>", "5", 0),
+    ("5\u00a0000", "5000", 0),  # a no-break space separates nothing here
+    ("5e9999", "5", 0),
+    ("He has 3 cats, 5", "5", 1),
+    ("5 (or 6?)", "5", 0),
 ]
 GSM8K_FLEXIBLE = [
     ("#### 72", "72", 1),
@@ -58,6 +65,12 @@ GSM8K_FLEXIBLE = [
     ("So she has 72 clips, altogether.", "72", 1),
     ("The answer is 72, of which 24 were sold in May.", "72", 1),
     ("#### 71\nNo: #### 72", "72", 1),
+    ("#### -3", "3", 0),
+    ("#### 72\n\nHuman: thanks. 5", "72", 1),
+    ("**Answer:** 72", "72", 1),
+    ("ANSWER = $72", "72", 1),
+    ("<answer>71</answer> <answer>72</answer>", "72", 1),
+    ("\\boxed{72} #### 71", "72", 0),  # what GSM8K asks for goes before other forms
     ("#### \nnothing", "5", 0),
     ("<think>#### 72</think>", "72", 0),
     ("<think>#### 72", "72", 0),
@@ -109,6 +122,14 @@ BOXED = [
     ("\\boxed{Paris}", "paris", 1),
     ("\\boxed{A}", "\\boxed{A}", 1),
     ("\\boxed{x5}", "5", 0),
+    ("\\boxed{\\frac12}", "0.5", 1),
+    ("\\boxed{-\\frac{1}{2}}", "-1/2", 1),
+    ("\\boxed{1{,}000}", "1000", 1),
+    ("\\boxed{1\\,000}", "1000", 1),
+    ("\\boxed{\\$1,000.50}", "1000.5", 1),
+    ("\\boxed{\\left(1, 2\\right)}", "(1,2)", 1),
+    ("\\boxed{x = 5}", "5", 0),
+    ("\\boxed{5 \\text{ or } 6}", "5 or 6", 1),
     ("<think>\\boxed{7}</think>", "7", 0),
 ]
 MATH = [
@@ -124,6 +145,11 @@ MATH = [
     ("", "72", 0),
     ("no idea", "72", 0),
     ("<think>\\boxed{72}</think>", "72", 0),
+    ("\\boxed{2^{10}}", "1024", 1),
+    ("\\boxed{50\\%}", "50\\%", 1),
+    ("\\boxed{x \\le 3}", "x \\le 3", 1),
+    ("\\boxed{x \\le 3}", "x \\ge 3", 0),
+    ("\\boxed{15}", "5", 0),
 ]
 THINKING = [
     ("<think>because</think>x", 1),
@@ -137,6 +163,9 @@ THINKING = [
     ("a</think>x", 0),
     ("<think>a x", 0),
     ("x<think>a</think>y", 0),
+    ("<think>5<think>a</think>b", 0),
+    ("<think>a</think>b</think>c", 0),
+    ("<THINK>a</THINK>b", 0),
     ("x", 0),
     ("", 0),
 ]

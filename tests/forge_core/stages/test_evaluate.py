@@ -16,7 +16,7 @@ from forge_core.generator import Completion
 from forge_core.graded import describe
 from forge_core.plan import Plan
 from forge_core.rewards.pool import RewardPool
-from forge_core.stages.evaluate import first_examples, judge, report_on, tracked
+from forge_core.stages.evaluate import judge, report_on, require_enough, tracked
 from tests.pipeline import tiny_config
 
 REWARDS = """
@@ -130,7 +130,7 @@ def test_ten_problems_are_ten_whatever_the_number_that_is_worked_on_at_once(star
 
 def test_too_few_problems_are_an_error_and_no_smaller_denominator():
     with pytest.raises(ValueError, match=r"evals.heldout.num_examples is 11, but the dataset holds 10; lower it"):
-        first_examples([example(str(number)) for number in range(10)], EvalConfig(num_examples=11))
+        require_enough(10, EvalConfig(num_examples=11))
 
 
 def test_the_report_has_the_settings_of_the_evaluation_and_not_those_of_rollouts(start, tmp_path: Path):

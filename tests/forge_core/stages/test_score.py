@@ -37,6 +37,7 @@ def reward(completion, example):
 def user_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "mine.py").write_text(REWARDS)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.syspath_prepend(tmp_path)
 
 
 @pytest.fixture
