@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import time
 from collections.abc import Iterator
 
+import mlflow
 import psutil
 import pytest
-from prefect import flow
+from prefect import flow, runtime
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.actions import WorkPoolUpdate
-from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterTags, LogFilter, LogFilterFlowRunId
+from prefect.client.schemas.filters import (
+    FlowRunFilter,
+    FlowRunFilterId,
+    FlowRunFilterTags,
+    LogFilter,
+    LogFilterFlowRunId,
+)
 from prefect.client.schemas.objects import FlowRun
 from prefect.client.schemas.sorting import FlowRunSort
 from prefect.logging import get_run_logger
@@ -30,6 +38,7 @@ from forge_core.placement_config import PlacementConfig
 from forge_core.plan import Plan
 from tasks import stages
 from tasks.processes import stage_processes
+from tasks.run import open_run
 from tests.flows.deployed import finished, start_run
 from tests.flows.placed import placed
 from tests.pipeline import COLD, tiny_config, weights_sha256
@@ -102,23 +111,32 @@ def test_policies_are_the_same_wherever_they_are_made(workers: dict[str, Service
     assert where(there.root) == [("near", "Completed"), ("far", "Completed")]
 
 
-def test_a_paused_pool_is_left_for_the_next_one_and_then_passed_over(workers: dict[str, Service], seaweed_s3: str):
+def test_a_paused_pool_is_left_for_the_next_one_then_passed_over_and_the_run_shows_it(
+    workers: dict[str, Service], mlflow_server: Service, seaweed_s3: str
+):
     config = placed_config(f"{seaweed_s3}/paused", {"dataset": POOLS}, redirect_after_seconds=2)
 
     @flow(persist_result=False)
-    def two_datasets() -> int:
-        with stage_processes(config, get_run_logger()) as processes:
-            stages.dataset(Plan(config, "run").dataset(config.sft.dataset))
-            stages.dataset(Plan(config, "run").dataset(config.evals[0].dataset))
-            return processes.placement.redirects
+    def two_datasets() -> str:
+        with open_run(config, "run") as run:
+            stages.dataset(run.plan.dataset(config.sft.dataset))
+            stages.dataset(run.plan.dataset(config.evals[0].dataset))
+            return str(runtime.flow_run.id)
 
     with get_client(sync_client=True) as client:
         client.update_work_pool("near", WorkPoolUpdate(is_paused=True))
         try:
-            assert two_datasets() == 2
+            parent = two_datasets()
         finally:
             client.update_work_pool("near", WorkPoolUpdate(is_paused=False))
-    assert where(config.root) == [("near", "Cancelled"), ("far", "Completed"), ("far", "Completed")]
+    expected = [("near", "Cancelled"), ("far", "Completed"), ("far", "Completed")]
+    assert where(config.root) == expected
+    with get_client(sync_client=True) as client:
+        [page] = client.read_artifacts(flow_run_filter=FlowRunFilter(id=FlowRunFilterId(any_=[parent])))
+    assert [(row["pool"], row["ended as"]) for row in json.loads(page.data)] == expected
+    of_run = f"tags.`forge.run_uri` = '{config.root}/run'"
+    tracked = mlflow.search_runs(search_all_experiments=True, filter_string=of_run)
+    assert tracked["metrics.placement/redirects"].tolist() == [2]
 
 
 def test_a_stage_goes_on_elsewhere_when_its_flow_run_crashes_and_smaller_when_it_lacked_memory(
