@@ -67,7 +67,7 @@ class Placement:
             try:
                 for job in jobs:
                     placed.append(_PlacedJob(self, StageRuns(client, job, self.logger), job, time_limit_seconds))
-                while not all(one.poll() for one in placed):
+                while [one for one in placed if not one.poll()]:  # every one of them, each time
                     time.sleep(POLL_SECONDS)
             except BaseException as error:
                 if not isinstance(error, Exception):  # a signal, by which Prefect and people cancel a run

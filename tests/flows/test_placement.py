@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import logging
 import signal
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import mlflow
 import psutil
@@ -30,13 +32,14 @@ from deployments import object_stores, services
 from deployments.create_pools import create, templates
 from deployments.local_service import Service, wait_ready
 from deployments.stage_deployments import PULL, deploy_stage
-from forge_core.artifacts import Ref, resolve
+from forge_core.artifacts import Manifest, Ref, resolve
 from forge_core.config import PostTrainConfig
 from forge_core.faults import Fault, FaultPlan
 from forge_core.operation import WarmthConfig
 from forge_core.placement_config import PlacementConfig
 from forge_core.plan import Plan
 from tasks import stages
+from tasks.placement import Placement
 from tasks.processes import stage_processes
 from tasks.run import open_run
 from tests.flows.deployed import finished, start_run
@@ -123,12 +126,8 @@ def test_a_paused_pool_is_left_for_the_next_one_then_passed_over_and_the_run_sho
             stages.dataset(run.plan.dataset(config.evals[0].dataset))
             return str(runtime.flow_run.id)
 
-    with get_client(sync_client=True) as client:
-        client.update_work_pool("near", WorkPoolUpdate(is_paused=True))
-        try:
-            parent = two_datasets()
-        finally:
-            client.update_work_pool("near", WorkPoolUpdate(is_paused=False))
+    with paused("near"):
+        parent = two_datasets()
     expected = [("near", "Cancelled"), ("far", "Completed"), ("far", "Completed")]
     assert where(config.root) == expected
     with get_client(sync_client=True) as client:
@@ -137,6 +136,17 @@ def test_a_paused_pool_is_left_for_the_next_one_then_passed_over_and_the_run_sho
     of_run = f"tags.`forge.run_uri` = '{config.root}/run'"
     tracked = mlflow.search_runs(search_all_experiments=True, filter_string=of_run)
     assert tracked["metrics.placement/redirects"].tolist() == [2]
+
+
+def test_of_jobs_sent_at_once_none_waits_for_another(workers: dict[str, Service], seaweed_s3: str):
+    config = placed_config(f"{seaweed_s3}/at-once", {"dataset": POOLS}, redirect_after_seconds=2)
+    placement = Placement(config.placement, logging.getLogger("placement"))
+    jobs = [Plan(config, "run").dataset(dataset) for dataset in (config.sft.dataset, config.evals[0].dataset)]
+    with paused("near"):
+        made = placement.run(jobs, time_limit_seconds=600)
+    assert [manifest.uri for manifest in made if isinstance(manifest, Manifest)] == [job.output for job in jobs]
+    # Both have left `near` before either is made.
+    assert [row["pool"] for row in placement.rows] == ["near", "near", "far", "far"]
 
 
 def test_a_stage_goes_on_elsewhere_when_its_flow_run_crashes_and_smaller_when_it_lacked_memory(
@@ -174,6 +184,17 @@ def test_a_lost_parent_finds_its_stage_running_and_ends_it_when_it_is_cancelled(
     assert finished(child).state_name == "Cancelled"
     assert finished(read(parent)).state_name == "Cancelled"
     assert not psutil.wait_procs([stage_process], timeout=30)[1]
+
+
+@contextmanager
+def paused(pool: str) -> Iterator[None]:
+    """A work pool that gives nothing to its workers."""
+    with get_client(sync_client=True) as client:
+        client.update_work_pool(pool, WorkPoolUpdate(is_paused=True))
+        try:
+            yield
+        finally:
+            client.update_work_pool(pool, WorkPoolUpdate(is_paused=False))
 
 
 def deploy_parent() -> None:
