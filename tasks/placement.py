@@ -67,7 +67,7 @@ class Placement:
             try:
                 for job in jobs:
                     placed.append(_PlacedJob(self, StageRuns(client, job, self.logger), job, time_limit_seconds))
-                while not all(one.poll() for one in placed):
+                while [one for one in placed if not one.poll()]:  # every one of them, each time
                     time.sleep(POLL_SECONDS)
             except BaseException as error:
                 if not isinstance(error, Exception):  # a signal, by which Prefect and people cancel a run
@@ -148,7 +148,7 @@ class _PlacedJob:
         assert state is not None
         if state.is_final():
             self._placement.note(self._child)
-            self.outcome = _outcome(self._job, self._child)
+            self.outcome = outcome(self._job, self._child)
         elif state.type == StateType.SCHEDULED:
             if time.monotonic() > self._deadline:
                 self._redirect()
@@ -188,7 +188,7 @@ def _is_on_its_way(child: FlowRun) -> bool:
     return child.state is not None and not (child.state.is_final() or child.state.is_cancelling())
 
 
-def _outcome(job: StageJob, child: FlowRun) -> Manifest | StageError:
+def outcome(job: StageJob, child: FlowRun) -> Manifest | StageError:
     """The manifest that a flow run has made, or a StageError with the cause that it names."""
     state, where = child.state, f"flow run {child.id} in pool {pool_of(child)}"
     assert state is not None

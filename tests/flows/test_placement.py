@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import json
+import logging
 import signal
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 
+import mlflow
 import psutil
 import pytest
-from prefect import flow
+from prefect import flow, runtime
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.actions import WorkPoolUpdate
-from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterTags, LogFilter, LogFilterFlowRunId
+from prefect.client.schemas.filters import (
+    FlowRunFilter,
+    FlowRunFilterId,
+    FlowRunFilterTags,
+    LogFilter,
+    LogFilterFlowRunId,
+)
 from prefect.client.schemas.objects import FlowRun
 from prefect.client.schemas.sorting import FlowRunSort
 from prefect.logging import get_run_logger
@@ -22,14 +32,16 @@ from deployments import object_stores, services
 from deployments.create_pools import create, templates
 from deployments.local_service import Service, wait_ready
 from deployments.stage_deployments import PULL, deploy_stage
-from forge_core.artifacts import Ref, resolve
+from forge_core.artifacts import Manifest, Ref, resolve
 from forge_core.config import PostTrainConfig
 from forge_core.faults import Fault, FaultPlan
 from forge_core.operation import WarmthConfig
 from forge_core.placement_config import PlacementConfig
 from forge_core.plan import Plan
 from tasks import stages
+from tasks.placement import Placement
 from tasks.processes import stage_processes
+from tasks.run import open_run
 from tests.flows.deployed import finished, start_run
 from tests.flows.placed import placed
 from tests.pipeline import COLD, tiny_config, weights_sha256
@@ -102,23 +114,39 @@ def test_policies_are_the_same_wherever_they_are_made(workers: dict[str, Service
     assert where(there.root) == [("near", "Completed"), ("far", "Completed")]
 
 
-def test_a_paused_pool_is_left_for_the_next_one_and_then_passed_over(workers: dict[str, Service], seaweed_s3: str):
+def test_a_paused_pool_is_left_for_the_next_one_then_passed_over_and_the_run_shows_it(
+    workers: dict[str, Service], mlflow_server: Service, seaweed_s3: str
+):
     config = placed_config(f"{seaweed_s3}/paused", {"dataset": POOLS}, redirect_after_seconds=2)
 
     @flow(persist_result=False)
-    def two_datasets() -> int:
-        with stage_processes(config, get_run_logger()) as processes:
-            stages.dataset(Plan(config, "run").dataset(config.sft.dataset))
-            stages.dataset(Plan(config, "run").dataset(config.evals[0].dataset))
-            return processes.placement.redirects
+    def two_datasets() -> str:
+        with open_run(config, "run") as run:
+            stages.dataset(run.plan.dataset(config.sft.dataset))
+            stages.dataset(run.plan.dataset(config.evals[0].dataset))
+            return str(runtime.flow_run.id)
 
+    with paused("near"):
+        parent = two_datasets()
+    expected = [("near", "Cancelled"), ("far", "Completed"), ("far", "Completed")]
+    assert where(config.root) == expected
     with get_client(sync_client=True) as client:
-        client.update_work_pool("near", WorkPoolUpdate(is_paused=True))
-        try:
-            assert two_datasets() == 2
-        finally:
-            client.update_work_pool("near", WorkPoolUpdate(is_paused=False))
-    assert where(config.root) == [("near", "Cancelled"), ("far", "Completed"), ("far", "Completed")]
+        [page] = client.read_artifacts(flow_run_filter=FlowRunFilter(id=FlowRunFilterId(any_=[parent])))
+    assert [(row["pool"], row["ended as"]) for row in json.loads(page.data)] == expected
+    of_run = f"tags.`forge.run_uri` = '{config.root}/run'"
+    tracked = mlflow.search_runs(search_all_experiments=True, filter_string=of_run)
+    assert tracked["metrics.placement/redirects"].tolist() == [2]
+
+
+def test_of_jobs_sent_at_once_none_waits_for_another(workers: dict[str, Service], seaweed_s3: str):
+    config = placed_config(f"{seaweed_s3}/at-once", {"dataset": POOLS}, redirect_after_seconds=2)
+    placement = Placement(config.placement, logging.getLogger("placement"))
+    jobs = [Plan(config, "run").dataset(dataset) for dataset in (config.sft.dataset, config.evals[0].dataset)]
+    with paused("near"):
+        made = placement.run(jobs, time_limit_seconds=600)
+    assert [manifest.uri for manifest in made if isinstance(manifest, Manifest)] == [job.output for job in jobs]
+    # Both have left `near` before either is made.
+    assert [row["pool"] for row in placement.rows] == ["near", "near", "far", "far"]
 
 
 def test_a_stage_goes_on_elsewhere_when_its_flow_run_crashes_and_smaller_when_it_lacked_memory(
@@ -156,6 +184,17 @@ def test_a_lost_parent_finds_its_stage_running_and_ends_it_when_it_is_cancelled(
     assert finished(child).state_name == "Cancelled"
     assert finished(read(parent)).state_name == "Cancelled"
     assert not psutil.wait_procs([stage_process], timeout=30)[1]
+
+
+@contextmanager
+def paused(pool: str) -> Iterator[None]:
+    """A work pool that gives nothing to its workers."""
+    with get_client(sync_client=True) as client:
+        client.update_work_pool(pool, WorkPoolUpdate(is_paused=True))
+        try:
+            yield
+        finally:
+            client.update_work_pool(pool, WorkPoolUpdate(is_paused=False))
 
 
 def deploy_parent() -> None:
