@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.stateful import Stateful
 from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer
 
+from forge_core.trainer.plain_checkpoint import load_plain
 from forge_core.trainer.weights import native_state
 
 
@@ -44,7 +45,7 @@ def load_train_state(
     with warnings.catch_warnings():
         # torchtitan's schedule asks torch's for a rate outside of a step, on purpose.
         warnings.filterwarnings("ignore", message="To get the last learning rate")
-        dcp.load(_state(model, is_tied, optimizers, lr_schedulers, trainer), checkpoint_id=in_dir)
+        load_plain(_state(model, is_tied, optimizers, lr_schedulers, trainer), in_dir)
 
 
 def save_weights(out_dir: Path, *, model: nn.Module, is_tied: bool) -> None:
@@ -54,7 +55,7 @@ def save_weights(out_dir: Path, *, model: nn.Module, is_tied: bool) -> None:
 
 def load_weights(in_dir: Path, *, model: nn.Module, is_tied: bool) -> None:
     """Take over the weights that `save_weights` or `save_train_state` wrote."""
-    dcp.load({"model": native_state(model, is_tied=is_tied)}, checkpoint_id=in_dir)
+    load_plain({"model": native_state(model, is_tied=is_tied)}, in_dir)
 
 
 def _state(
