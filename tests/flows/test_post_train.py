@@ -78,7 +78,14 @@ def test_a_deployment_run_trains_publishes_and_tracks_and_a_second_one_changes_n
 
     parent, children = tracked_runs(plan)
     assert parent.info.status == "FINISHED"
-    assert {child.data.tags["forge.stage"] for child in children} == {"sft", "rollout", "score", "update", "evaluate"}
+    assert {child.data.tags["forge.stage"] for child in children} == {
+        "overlap",
+        "sft",
+        "rollout",
+        "score",
+        "update",
+        "evaluate",
+    }
     assert parent.data.params["grpo.group_size"] == "4"
     rewards = history(parent, "reward/mean")
     assert [step for step, _ in rewards] == list(range(NUM_ITERATIONS))
