@@ -2,8 +2,7 @@
 
     python -m flows.quantize deployments/configs/quantize.yaml [--policy URI] [--run-id ID]
 
-A gate that fails leaves what is published alone and says why. `python -m forge_core.quantization.promotion ROOT NAME`
-puts the previous quantized policy back.
+A gate that fails leaves what is published alone and says why. `forge rollback NAME-quantized` goes back by one.
 """
 
 from __future__ import annotations
@@ -18,11 +17,13 @@ from prefect.artifacts import create_markdown_artifact
 from flows.evaluate import measure
 from forge_core.artifacts import Manifest, Ref, read_manifest
 from forge_core.config import load_config
+from forge_core.gates import GateResult, failures
 from forge_core.manifests import file_reader
-from forge_core.quantization.gates import Gate, PairedAccuracy, check_gates, paired_accuracy
+from forge_core.quantization.gates import PairedAccuracy, check_gates, paired_accuracy
 from forge_core.quantize_run import (
     QuantizePlan,
     QuantizeRunConfig,
+    idleness,
     needed_sequences,
     num_sequences,
     quantized_name,
@@ -30,6 +31,8 @@ from forge_core.quantize_run import (
 )
 from tasks import stages
 from tasks.run import Run, open_run
+
+BOTH = ("before", "after")  # the policy, and its quantized form
 
 
 @flow(name="quantize", flow_run_name="{config.name}-{config.quantize.scheme.name}", persist_result=False)
@@ -58,7 +61,8 @@ def quantize_policy(run: Run, config: QuantizeRunConfig, policy: Ref, step: int)
             "scheme, observer or remedy, or keep the layers that its report.md names first"
         )
     name, quantized = quantized_name(config), last.made.ref
-    published = stages.promote(config.root, name, quantized, run.plan.run_id, last.metrics)
+    published = stages.publish(config.root, name, quantized, run.plan.run_id, last.metrics, last.gates)
+    assert published is not None  # it replaces whatever there is: it was compared with the policy it was made of
     run.tracker.register(published)
     run.logger.info("published %s -> %s", published.name, published.hf_uri)
     return last.metrics
@@ -70,20 +74,20 @@ class Attempt:
 
     made: Manifest
     metrics: dict[str, float | int]
-    gates: list[Gate]
+    gates: tuple[GateResult, ...]
 
     @property
     def is_passed(self) -> bool:
-        return all(gate.is_passed for gate in self.gates)
+        return not failures(self.gates)
 
     @property
     def misses_accuracy(self) -> bool:
         """Whether it fails by what training can cure; drift of the calibration is not."""
-        return any(not gate.is_passed and "drift" not in gate.name for gate in self.gates)
+        return any("drift" not in result.gate for result in failures(self.gates))
 
     @property
     def verdict(self) -> str:
-        return "; ".join(str(gate) for gate in self.gates if not gate.is_passed) or "every gate is passed"
+        return "; ".join(result.reason for result in failures(self.gates)) or "every gate is passed"
 
 
 def attempt(
@@ -99,7 +103,7 @@ def attempt(
     metrics |= compare_speed(run, jobs, original, quantized, step)
     run.tracker.record_numbers(metrics, step, made)
     gates = check_gates(jobs.config.quantize_gates, metrics, accuracies)
-    report(run, made, metrics, accuracies, gates)
+    report(run, jobs.config, made, metrics, accuracies, gates)
     return Attempt(made, metrics, gates)
 
 
@@ -162,14 +166,15 @@ def compare_speed(run: Run, jobs: QuantizePlan, policy: Ref, quantized: Ref, ste
 
 def report(
     run: Run,
+    config: QuantizeRunConfig,
     made: Manifest,
     metrics: dict[str, float | int],
     accuracies: Sequence[PairedAccuracy],
-    gates: Sequence[Gate],
+    gates: tuple[GateResult, ...],
 ) -> None:
     """Gates, accuracies and the table of layers as a page of the Prefect UI."""
     lines = ["# Gates", ""]
-    lines += [f"- {'passed' if gate.is_passed else '**FAILED**'}: {gate}" for gate in gates]
+    lines += [f"- {'passed' if gate.has_passed else '**FAILED**'}: {gate.reason}" for gate in gates]
     lines += ["", "# Accuracy", "", "| evaluation | before | after | drop | 95 % | lost | gained |", "|" + " --- |" * 7]
     for one in accuracies:
         interval = f"{one.drop_low:.3f} to {one.drop_high:.3f}"
@@ -182,14 +187,20 @@ def report(
         lines.append(
             f"Speed: {metrics['quantize/speed_ratio']:.2f} times that of the unquantized policy (aim: 2 to 4)."
         )
+        sizes = " and ".join(f"{metrics[f'quantize/engine_bytes/{which}'] / 2**20:.0f} MiB" for which in BOTH)
+        uses = " and ".join(f"{metrics[f'quantize/busy/{which}']:.0%}" for which in BOTH)
+        lines += ["", f"Memory of the engines: {sizes}. Accelerator in use: {uses}."]
+        if (advice := idleness(config, metrics["quantize/busy/after"])) is not None:
+            lines += ["", advice]
+            run.logger.warning("%s", advice)
     table = file_reader(made, "report.md")().decode().replace("(layers.png)", f"({made.files_uri}/layers.png)")
     create_markdown_artifact(
         key="quantized-policy",
-        description=f"{run.plan.config.name} after run {run.plan.run_id}",
+        description=f"{config.name} after run {run.plan.run_id}",
         markdown="\n".join(lines) + "\n\n" + table,
     )
     for gate in gates:
-        run.logger.log(20 if gate.is_passed else 40, "gate: %s", gate)
+        run.logger.log(20 if gate.has_passed else 40, "gate: %s", gate.reason)
 
 
 def main() -> None:

@@ -18,7 +18,7 @@ from forge_core.faults import FaultPlan
 from forge_core.fit_config import DpoConfig, RewardModelConfig, SftConfig
 from forge_core.gates import GatesConfig
 from forge_core.operation import RetentionConfig, TimeLimitsConfig, WarmthConfig
-from forge_core.quantize_config import QuantizeConfig, QuantizeGatesConfig
+from forge_core.quantize_config import QuantizeConfig, QuantizeGatesConfig, SchemeConfig
 from forge_core.sampling_config import DynamicSamplingConfig, OverlongConfig, SamplingConfig
 from forge_core.settings import FunctionConfig, Settings
 from forge_core.trainer_config import OptimizerConfig, TrainerConfig
@@ -110,6 +110,11 @@ class GrpoConfig(UpdateConfig):
         description="Where the reference policy of `kl` runs: a process of its own (own: with the trainer's number of "
         "ranks; cpu: one rank without a GPU), or the trainer's, whose weights make room for it",
     )
+    quantized_rollouts: SchemeConfig | None = Field(
+        None,
+        description="Numbers that the generator rounds the policy to, w8a8_dynamic, fp8 or w4a16: faster rollouts of a "
+        "slightly other policy, which `correction` makes up for",
+    )
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig, description="Optimizer of this stage")
     checkpoint_every: int = Field(10, ge=1, description="Policy versions between snapshots of the train state")
     alarms: dict[str, BoundsConfig] = Field(
@@ -147,6 +152,17 @@ class GrpoConfig(UpdateConfig):
                 "dynamic_sampling replaces groups without a spread of rewards, and drop_uniform: false keeps them; set "
                 "one of the two"
             )
+        if (scheme := self.quantized_rollouts) is not None:
+            if self.correction is None:
+                raise ValueError(
+                    f"quantized_rollouts is {scheme.name} and correction is unset: the policy that samples is not the "
+                    "one in training; set proximal: trainer and correction: {method: truncate, high: 2}"
+                )
+            if scheme.name == "w8a8_static":
+                raise ValueError(
+                    "quantized_rollouts is w8a8_static, which is calibrated on rollouts there are not yet; use "
+                    "w8a8_dynamic, fp8 or w4a16"
+                )
         if self.overlong is not None and self.overlong.buffer_tokens > self.sampling.max_tokens:
             raise ValueError(
                 f"overlong.buffer_tokens is {self.overlong.buffer_tokens}, more than sampling.max_tokens "

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import gc
-import json
 import logging
 import math
 import os
@@ -47,10 +46,11 @@ _prepare_environment()
 
 from vllm import LLM, EngineArgs, SamplingParams  # noqa: E402  (reads the environment prepared above)
 from vllm.logprobs import Logprob  # noqa: E402
+from vllm.model_executor.kernels.linear.scaled_mm import cpu as scaled_mm_on_cpu  # noqa: E402
 from vllm.outputs import CompletionOutput  # noqa: E402
 
 from forge_core.config import GeneratorConfig, SamplingConfig  # noqa: E402
-from forge_core.policies import read_tensor_headers  # noqa: E402
+from forge_core.policy_layout import PolicyLayout  # noqa: E402
 from forge_core.seeds import derive_seed  # noqa: E402
 
 # Engine arguments that have a setting of ours, or that the algorithms rely on.
@@ -69,8 +69,6 @@ LOWEST_TEMPERATURE = 0.01  # vLLM raises anything lower to this value, 0 apart
 SMALL_POLICY = 10_000_000
 MAX_CPU_KV_CACHE = 2**30  # bytes; clearing a GiB takes seconds of the engine's start
 CPU_BLOCK_TOKENS = 128  # vLLM's KV block on a CPU
-# In config.json, without effect on what the weights compute.
-COSMETIC_CONFIG = ("_name_or_path", "dtype", "torch_dtype", "transformers_version", "use_cache", "architectures")
 
 
 @dataclass(frozen=True)
@@ -93,8 +91,11 @@ class Generator:
 
     def __init__(self, hf_dir: Path, *, config: GeneratorConfig, seed: int) -> None:
         self._config = config
-        self._served = _PolicyLayout.read(hf_dir)
-        self._llm: LLM | None = LLM(**_engine_args(self._served, config, seed))
+        self._served = PolicyLayout.read(hf_dir)
+        args = _engine_args(self._served, config, seed)
+        if args["dtype"] == "float32" and not torch.cuda.is_available():
+            _leave_out_kernels_for_half_precision()
+        self._llm: LLM | None = LLM(**args)
 
     def load_policy(self, hf_dir: Path) -> None:
         """Serve the weights in `hf_dir` from now on, in place; nothing computed with the old ones is used again.
@@ -102,7 +103,7 @@ class Generator:
         Raises ValueError before anything changes when a tensor is missing, unexpected or of another shape, or when the
         architecture differs: the old weights stay served.
         """
-        layout = _PolicyLayout.read(hf_dir)
+        layout = PolicyLayout.read(hf_dir)
         self._served.require_same(layout)
         llm = self._engine()
         self._llm = None  # until the swap is complete there is nothing that may be served
@@ -112,6 +113,11 @@ class Generator:
         if not llm.reset_prefix_cache():
             raise RuntimeError(f"vLLM kept its prefix cache after loading {hf_dir}; start a new generator")
         self._llm, self._served = llm, layout
+
+    @property
+    def is_reloadable(self) -> bool:
+        """Whether `load_policy` works with what is served."""
+        return self._served.is_reloadable
 
     def generate(
         self, prompts: list[list[int]], *, num_completions: int, sampling: SamplingConfig, seeds: list[int]
@@ -142,7 +148,7 @@ class Generator:
         return self._llm
 
 
-def _engine_args(layout: _PolicyLayout, config: GeneratorConfig, seed: int) -> dict[str, Any]:
+def _engine_args(layout: PolicyLayout, config: GeneratorConfig, seed: int) -> dict[str, Any]:
     """Arguments of the engine, `config.overrides` checked and included."""
     _check_overrides(config.overrides)
     on_gpu = torch.cuda.is_available()
@@ -169,7 +175,7 @@ def _check_overrides(overrides: Mapping[str, JsonValue]) -> None:
             raise ValueError(f"generator.overrides sets {name}, which vLLM does not have; {hint}")
 
 
-def _cpu_engine_args(layout: _PolicyLayout, config: GeneratorConfig) -> dict[str, Any]:
+def _cpu_engine_args(layout: PolicyLayout, config: GeneratorConfig) -> dict[str, Any]:
     if layout.num_parameters < SMALL_POLICY and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)
     tokens = config.max_num_seqs * (config.max_model_len + CPU_BLOCK_TOKENS)
@@ -183,6 +189,14 @@ def _cpu_engine_args(layout: _PolicyLayout, config: GeneratorConfig) -> dict[str
         "enable_chunked_prefill": False,
         "max_num_batched_tokens": max(4096, config.max_model_len),
     }
+
+
+def _leave_out_kernels_for_half_precision() -> None:
+    """Have int8 layers multiply with oneDNN.
+
+    On a CPU with AMX vLLM 0.32 gives them a kernel that takes bfloat16 alone: float32 fails at the first token.
+    """
+    scaled_mm_on_cpu.check_cpu_sgl_kernel = lambda n, k, dtype: False
 
 
 def _tie_output_layer(model: Any) -> None:
@@ -247,53 +261,3 @@ def sampled_logprobs(
     rows += [None] * (len(token_ids) - len(rows))
     found = [row.get(token_id) if row else None for token_id, row in zip(token_ids, rows, strict=True)]
     return tuple(math.nan if entry is None or entry.logprob is None else float(entry.logprob) for entry in found)
-
-
-@dataclass(frozen=True)
-class _PolicyLayout:
-    """What two policies must share for their weights to be exchanged in a running engine."""
-
-    hf_dir: Path
-    tensors: dict[str, tuple[str, tuple[int, ...]]]
-    config: dict[str, Any]  # config.json without what is cosmetic
-
-    @classmethod
-    def read(cls, hf_dir: Path) -> _PolicyLayout:
-        """The layout of a policy; raises ValueError when a file is missing or broken."""
-        if not (hf_dir / "config.json").is_file():
-            raise ValueError(f"{hf_dir} has no config.json; give a directory in Hugging Face layout")
-        config = json.loads((hf_dir / "config.json").read_text())
-        tensors = read_tensor_headers(hf_dir)
-        if config.get("tie_word_embeddings"):
-            tensors.pop("lm_head.weight", None)  # a copy of the embeddings that some writers store as well
-        return cls(hf_dir, tensors, {key: value for key, value in config.items() if key not in COSMETIC_CONFIG})
-
-    @property
-    def num_parameters(self) -> int:
-        return sum(math.prod(shape) for _, shape in self.tensors.values())
-
-    @property
-    def kv_bytes_per_token(self) -> int:
-        """Size of a token's keys and values in float32, over all layers."""
-        heads = self.config["num_attention_heads"]
-        head_dim = self.config.get("head_dim") or self.config["hidden_size"] // heads
-        num_kv_heads = self.config.get("num_key_value_heads") or heads
-        return 2 * 4 * self.config["num_hidden_layers"] * num_kv_heads * head_dim
-
-    def require_same(self, other: _PolicyLayout) -> None:
-        """Raises ValueError naming the first tensor or setting in which `other` differs."""
-        for name in sorted(self.tensors.keys() | other.tensors.keys()):
-            served, offered = self.tensors.get(name), other.tensors.get(name)
-            if served is None or offered is None:
-                problem = "has an unexpected tensor" if served is None else "lacks the tensor"
-                raise ValueError(f"{other.hf_dir} {problem} {name}; {self.hf_dir} stays served")
-            if served[1] != offered[1]:
-                raise ValueError(
-                    f"{other.hf_dir} has {name} with shape {offered[1]}, not {served[1]}; {self.hf_dir} stays served"
-                )
-        for key in sorted(self.config.keys() | other.config.keys()):
-            if self.config.get(key) != other.config.get(key):
-                raise ValueError(
-                    f"{other.hf_dir} has {key}={other.config.get(key)} in config.json, not {self.config.get(key)}; "
-                    "start a new generator for another architecture"
-                )

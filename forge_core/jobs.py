@@ -21,7 +21,8 @@ from forge_core.config import (
 )
 from forge_core.data_config import ChatConfig, Order
 from forge_core.fit_config import DpoConfig, FitConfig, RewardModelConfig, SftConfig
-from forge_core.quantize_config import QuantizeConfig
+from forge_core.quantize_config import QuantizeConfig, SchemeConfig
+from forge_core.software import software_versions
 from forge_core.stage_job import Role, StageJob
 from forge_core.update_config import KlConfig, UpdateConfig
 
@@ -130,7 +131,14 @@ class RolloutJob(StageJob):
     sampling: SamplingConfig
     chat: ChatConfig = Field(default_factory=ChatConfig)
     generator: GeneratorConfig
+    rounded_to: SchemeConfig | None = Field(None, description="What the generator rounds the policy to, if anything")
     seed: int
+
+    @property
+    def software(self) -> dict[str, str]:
+        """As of every job; what rounds the policy too."""
+        rounding = () if self.rounded_to is None else ("torchao", "compressed-tensors")
+        return super().software | software_versions(*rounding)
 
 
 class ReferenceJob(StageJob):

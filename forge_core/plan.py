@@ -183,6 +183,7 @@ class Plan:
             sampling=grpo.sampling,
             chat=self.config.chat,
             generator=self.config.generator,
+            rounded_to=grpo.quantized_rollouts,
             seed=self.config.seed,
         )
 

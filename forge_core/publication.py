@@ -21,6 +21,7 @@ from forge_core.gates import GateResult
 from forge_core.holds import hold
 from forge_core.settings import Settings
 
+QUANTIZED_SUFFIX = "-quantized"  # a policy NAME has its quantized form published beside it
 _RECORD = re.compile(r"v(\d{4,})\.json")
 
 

@@ -8,13 +8,12 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from forge_core import storage
+from forge_core import publication, storage
 from forge_core.artifacts import Ref, is_pruned, read_manifest
 from forge_core.config import DatasetConfig, PostTrainConfig, RunConfig, SamplingConfig, SftConfig
 from forge_core.jobs import QatJob, QuantizeJob, RolloutJob, SpeedJob
 from forge_core.manifests import run_of
 from forge_core.plan import Plan
-from forge_core.quantization.promotion import read_publication
 from forge_core.quantize_config import QuantizeConfig, QuantizeGatesConfig
 from forge_core.settings import Settings
 
@@ -52,6 +51,9 @@ class SpeedConfig(Settings):
     num_rounds: int = Field(6, ge=0, description="Rounds after one that does not count; 0 leaves the comparison out")
     num_prompts: int = Field(64, ge=1, description="Prompts of a round")
     max_tokens: int = Field(32, ge=1, description="Tokens generated for each prompt, no fewer")
+    min_busy: float = Field(
+        0.8, ge=0, le=1, description="Share of the accelerator in use below which a hint says which setting to turn"
+    )
 
 
 class QuantizeRunConfig(RunConfig):
@@ -83,9 +85,20 @@ def last_step_config(config: PostTrainConfig) -> QuantizeRunConfig | None:
     return QuantizeRunConfig(**shared, quantize=config.quantize, quantize_gates=config.quantize_gates, data=data)
 
 
+def idleness(config: QuantizeRunConfig, busy: float) -> str | None:
+    """Which setting to turn when less of the accelerator is in use than wanted, None when it is enough."""
+    if busy >= config.speed.min_busy:
+        return None
+    return (
+        f"{busy:.0%} of the accelerator was in use with {config.speed.num_prompts} prompts and generator.max_num_seqs "
+        f"{config.generator.max_num_seqs}, {config.speed.min_busy:.0%} are wanted: raise both; on a CPU give it more "
+        "threads (OMP_NUM_THREADS), on several GPUs lower tensor_parallel_size (generator.overrides)"
+    )
+
+
 def quantized_name(config: RunConfig) -> str:
     """The published name of the quantized form."""
-    return f"{config.name}-quantized"
+    return f"{config.name}{publication.QUANTIZED_SUFFIX}"
 
 
 def stored_rollouts(policy: Ref) -> list[Ref]:
@@ -117,8 +130,8 @@ def needed_sequences(config: QuantizeRunConfig) -> int:
 
 def published_quantized(config: RunConfig) -> Ref | None:
     """The quantized policy that is published under the run's name, None when there is none yet."""
-    current = read_publication(config.root, quantized_name(config), "current")
-    return current.policy if current is not None else None
+    champion = publication.champion(config.root, quantized_name(config))
+    return champion.policy if champion is not None else None
 
 
 class QuantizePlan:

@@ -1,7 +1,8 @@
 """The model registry of MLflow: a version for every policy that was to be published, and aliases that follow.
 
 `challenger` is the last policy that was to be published, whether its gates let it or not; `champion` and `previous` are
-what the history of the published name says.
+what the history of the published name says. The champion among the quantized forms of a policy is also the alias
+`quantized` of the policy's own model, so that `models:/NAME@quantized` stands beside `models:/NAME@champion`.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from forge_core import publication
 from forge_core.gates import GateResult, failures
+from forge_core.publication import QUANTIZED_SUFFIX
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -49,7 +51,7 @@ def gate_tags(results: tuple[GateResult, ...]) -> dict[str, str]:
 
 
 def follow_history(client: MlflowClient, root: str, name: str) -> None:
-    """Set the aliases `champion` and `previous` to what the history of a published name says.
+    """Set the aliases `champion`, `previous` and `quantized` to what the history of a published name says.
 
     Looked at once more at the end, so that of several that do this at once the last one leaves the truth.
     """
@@ -61,5 +63,8 @@ def follow_history(client: MlflowClient, root: str, name: str) -> None:
                 client.set_registered_model_alias(name, alias, version.version)
             elif alias in client.get_registered_model(name).aliases:
                 client.delete_registered_model_alias(name, alias)
+        if newest is not None and name.endswith(QUANTIZED_SUFFIX):
+            model = name.removesuffix(QUANTIZED_SUFFIX)
+            client.set_registered_model_alias(model, "quantized", version_of(client, model, newest.hf_uri).version)
         if publication.champion(root, name) == newest:
             return

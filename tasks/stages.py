@@ -35,7 +35,6 @@ from forge_core.jobs import (
     UpdateJob,
 )
 from forge_core.operation import RetentionConfig
-from forge_core.quantization import promotion
 from forge_core.stages.workspace import committed
 from tasks.failures import RETRIES, failure_class
 from tasks.processes import run_in_stage_process
@@ -189,12 +188,6 @@ def publish(
     except publication.ChampionChangedError as error:
         get_run_logger().warning("%s", error)
         return None
-
-
-@task(cache_policy=NO_CACHE, retries=2, retry_delay_seconds=2)
-def promote(root: str, name: str, policy: Ref, run_id: str, metrics: dict[str, float | int]) -> publication.Publication:
-    """Point the published name of quantized policies at this one, and remember the one before."""
-    return promotion.promote(root, name, policy, run_id=run_id, metrics=metrics)
 
 
 @task(cache_policy=NO_CACHE, task_run_name="prune")

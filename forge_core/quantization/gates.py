@@ -8,6 +8,7 @@ import statistics
 from collections.abc import Sequence
 
 from forge_core.artifacts import ArtifactError, Manifest
+from forge_core.gates import GateResult
 from forge_core.manifests import file_reader
 from forge_core.quantize_config import QuantizeGatesConfig
 from forge_core.settings import Settings
@@ -31,18 +32,6 @@ class PairedAccuracy(Settings):
         """Under their tracking names."""
         fields = ("drop", "drop_low", "drop_high", "num_lost", "num_gained")
         return {f"quantize/accuracy/{self.name}/{field}": getattr(self, field) for field in fields}
-
-
-class Gate(Settings):
-    """One condition and how it turned out."""
-
-    name: str
-    value: float
-    bound: float
-    is_passed: bool
-
-    def __str__(self) -> str:
-        return f"{self.name} is {self.value:.4g}, {'within' if self.is_passed else 'above'} {self.bound:g}"
 
 
 def paired_accuracy(name: str, before: Manifest, after: Manifest) -> PairedAccuracy:
@@ -75,21 +64,22 @@ def _verdicts(evaluation: Manifest) -> dict[str, bool]:
 
 def check_gates(
     settings: QuantizeGatesConfig, summary: dict[str, float | int], accuracies: Sequence[PairedAccuracy]
-) -> list[Gate]:
-    """Every gate; that of the drift only where there was a calibration to compare with."""
-    gates = [_gate("quantize/mae", summary["quantize/mae"], settings.max_mae)]
+) -> tuple[GateResult, ...]:
+    """How it fares at every gate; that of the drift only where there was a calibration to compare with."""
+    results = [_gate("max_mae", "quantize/mae", summary["quantize/mae"], settings.max_mae)]
     for one in accuracies:
         value = one.drop_high if settings.require_confidence else one.drop
+        gate = f"max_accuracy_drop/{one.name}"
         label = "upper end of the accuracy drop" if settings.require_confidence else "accuracy drop"
-        gates.append(_gate(f"{label} on {one.name}", value, settings.max_accuracy_drop, is_included=True))
-    if "quantize/zero_point_drift/max" in summary:
-        gates.append(
-            _gate("quantize/zero_point_drift/max", summary["quantize/zero_point_drift/max"], settings.max_drift)
-        )
-    return gates
+        results.append(_gate(gate, f"{label} on {one.name}", value, settings.max_accuracy_drop, is_included=True))
+    drift = "quantize/zero_point_drift/max"
+    if drift in summary:
+        results.append(_gate("max_drift", drift, summary[drift], settings.max_drift))
+    return tuple(results)
 
 
-def _gate(name: str, value: float, bound: float, *, is_included: bool = False) -> Gate:
+def _gate(gate: str, name: str, value: float, bound: float, *, is_included: bool = False) -> GateResult:
     # A little more than the bound is rounding: 0.82 - 0.80 is not exactly 0.02.
-    is_passed = value <= bound + 1e-9 if is_included else value < bound
-    return Gate(name=name, value=value, bound=bound, is_passed=is_passed)
+    has_passed = value <= bound + 1e-9 if is_included else value < bound
+    reason = f"{name} is {value:.4g}, {'within' if has_passed else 'above'} {bound:g}"
+    return GateResult(gate=gate, value=value, bound=bound, has_passed=has_passed, reason=reason)

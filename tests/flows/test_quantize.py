@@ -5,15 +5,15 @@ from __future__ import annotations
 import json
 
 import pytest
+from mlflow import MlflowClient
 
 from deployments.local_service import Service
 from flows.quantize import QuantizationRefusedError, quantize
-from forge_core import artifacts, storage
+from forge_core import artifacts, publication, storage
 from forge_core.artifacts import ArtifactError, Manifest, read_manifest
 from forge_core.config import PolicyConfig, SamplingConfig
 from forge_core.operation import WarmthConfig
 from forge_core.plan import Plan
-from forge_core.quantization.promotion import read_publication
 from forge_core.quantize_config import CalibrationConfig, QuantizeConfig, QuantizeGatesConfig, SchemeConfig
 from forge_core.quantize_run import CalibrationDataConfig, QatConfig, QuantizeRunConfig, SpeedConfig
 from tests.pipeline import tiny_config
@@ -57,10 +57,12 @@ def quantized(config: QuantizeRunConfig, run_id: str) -> Manifest:
 
 
 def test_what_passes_its_gates_is_published_and_a_second_run_of_it_makes_nothing_new(published: QuantizeRunConfig):
-    current = read_publication(published.root, "tiny-quantized", "current")
+    current = publication.champion(published.root, "tiny-quantized")
     assert current is not None
     made = quantized(published, "first")
     assert current.policy == made.ref
+    assert {result.gate for result in current.gates} == {"max_mae", "max_accuracy_drop/heldout"}
+    assert MlflowClient().get_model_version_by_alias("tiny", "quantized").source.endswith(made.attempt)
     files = {record.path for record in made.files}
     assert {"config.json", "calibration/statistics.safetensors", "layers.json", "layers.png", "report.md"} <= files
     assert set(made.inputs) == {"policy", "rollouts"}
@@ -69,7 +71,7 @@ def test_what_passes_its_gates_is_published_and_a_second_run_of_it_makes_nothing
 
 
 def test_another_run_compares_calibrations_and_a_failed_gate_publishes_nothing(published: QuantizeRunConfig):
-    before = read_publication(published.root, "tiny-quantized", "current")
+    before = publication.champion(published.root, "tiny-quantized")
     first = Plan(published, "first").run_uri
     strict = published.model_copy(
         update={
@@ -84,7 +86,7 @@ def test_another_run_compares_calibrations_and_a_failed_gate_publishes_nothing(p
         match=r"quantize/mae is .*, above 1e-09; after quantization-aware training quantize/mae is",
     ):
         quantize(strict, run_id="second")
-    assert read_publication(published.root, "tiny-quantized", "current") == before
+    assert publication.champion(published.root, "tiny-quantized") == before
     trained = read_manifest(f"{Plan(strict, 'second').run_uri}/policies/v0001")
     assert trained is not None
     assert trained.summary["qat/steps"] == 2

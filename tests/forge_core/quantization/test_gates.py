@@ -9,6 +9,7 @@ import pytest
 
 from forge_core import artifacts
 from forge_core.artifacts import ArtifactError, Manifest
+from forge_core.gates import failures
 from forge_core.quantization.gates import check_gates, paired_accuracy
 from forge_core.quantize_config import QuantizeGatesConfig
 
@@ -64,5 +65,5 @@ def test_gates(tmp_path: Path, num_lost: int, settings: dict, summary: dict, fai
     before = evaluation(tmp_path, "before", {str(number): True for number in range(100)})
     after = evaluation(tmp_path, "after", {str(number): number >= num_lost for number in range(100)})
     accuracies = [paired_accuracy("heldout", before, after)]
-    gates = check_gates(QuantizeGatesConfig(**settings), SUMMARY | summary, accuracies)
-    assert [str(gate) for gate in gates if not gate.is_passed] == failed
+    results = check_gates(QuantizeGatesConfig(**settings), SUMMARY | summary, accuracies)
+    assert [result.reason for result in failures(results)] == failed

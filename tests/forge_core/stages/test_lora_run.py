@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 # Greedy answers of the merged policy, and of the policy it started from with the adapter beside it.
 SERVE = """
-import json, sys
+import gc, json, sys
 import forge_core.generator  # prepares the environment of vLLM
 from vllm import LLM, SamplingParams
 from vllm.lora.request import LoRARequest
@@ -26,14 +26,16 @@ from vllm.lora.request import LoRARequest
 start, merged = sys.argv[1:]
 prompts = [{"prompt_token_ids": [1, *ids, 4, 2]} for ids in json.loads(sys.stdin.read())]
 greedy = SamplingParams(temperature=0, max_tokens=4)
-options = {"dtype": "float32", "max_model_len": 64, "enforce_eager": True, "enable_lora": True, "max_lora_rank": 8}
-llm = LLM(model=start, **options)
+options = {"dtype": "float32", "max_model_len": 64, "enforce_eager": True, "kv_cache_memory_bytes": 2**26}
+llm = LLM(model=start, enable_lora=True, max_lora_rank=8, **options)
 
 def answers(adapter):
     return [list(out.outputs[0].token_ids) for out in llm.generate(prompts, greedy, lora_request=adapter)]
 
 plain, adapted = answers(None), answers(LoRARequest("trained", 1, f"{merged}/adapter"))
-llm = LLM(model=merged, **(options | {"enable_lora": False}))
+del llm  # when it goes it takes process groups with it, not those of the next one
+gc.collect()
+llm = LLM(model=merged, **options)
 print(json.dumps([plain, adapted, answers(None)]))
 """
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from forge_core.batching import pack_sequences
 from forge_core.config import OptimizerConfig, TrainerConfig
@@ -45,6 +46,19 @@ def test_a_scaled_learning_rate_lasts_one_step(open_trainer, qwen3, sequences, e
     trainer.scale_learning_rate(0.25)
     rates = [trainer.train_step(batch, grpo)["learning_rate"] for _ in range(2)]
     assert rates == [0.25e-3, 1e-3]
+
+
+def test_weight_decay_pulls_on_every_weight_but_those_of_norms(open_trainer, qwen3, sequences, exported):
+    batch, after = pack_sequences(sequences, 32), []
+    before = exported(open_trainer(qwen3), qwen3)
+    for weight_decay in (0.0, 0.5):
+        trainer = open_trainer(qwen3, optimizer=OptimizerConfig(learning_rate=1e-2, weight_decay=weight_decay))
+        trainer.train_step(batch, grpo)
+        after.append(exported(trainer, qwen3))
+    for name, weight in before.items():
+        # Decoupled (arXiv:1711.05101): the same step of Adam, and in addition 1e-2 * 0.5 of the weight itself.
+        expected = torch.zeros_like(weight) if "norm" in name else 0.005 * weight
+        torch.testing.assert_close(after[0][name] - after[1][name], expected, atol=1e-6, rtol=0, msg=name)
 
 
 def test_a_resumed_run_has_the_bits_of_an_unbroken_one(open_trainer, qwen3, sequences, exported, digest, tmp_path):
