@@ -98,7 +98,14 @@ def test_a_deployment_run_trains_publishes_and_tracks_and_a_second_one_changes_n
 
     parent, children = tracked_runs(plan)
     assert parent.info.status == "FINISHED"
-    assert {child.data.tags["forge.stage"] for child in children} == {"sft", "rollout", "score", "update", "evaluate"}
+    assert {child.data.tags["forge.stage"] for child in children} == {
+        "overlap",
+        "sft",
+        "rollout",
+        "score",
+        "update",
+        "evaluate",
+    }
     assert parent.data.params["grpo.group_size"] == "4"
     tags = ("prefect.flow_run_id", "prefect.deployment", "prefect.work_pool", "forge.run_id")
     assert [parent.data.tags[name] for name in tags] == [str(first.id), "quickstart", POOL, RUN_ID]
