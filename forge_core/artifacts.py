@@ -30,19 +30,6 @@ logger = logging.getLogger(__name__)
 
 SCHEMA_VERSION = 1
 UPLOAD_ATTEMPTS = 3
-# Where the artifacts of a run lie, {run}/{folder}/...; evaluations lie in {run}/evals/{version}/... .
-FOLDERS = (
-    "datasets",
-    "policies",
-    "rollouts",
-    "rollout_shards",
-    "reference_logprobs",
-    "scored",
-    "train_states",
-    "quantized",
-    "overlaps",
-    "reward_models",
-)
 Kind = (
     Literal["dataset", "overlap", "policy", "train_state", "rollouts", "reference_logprobs"]
     | Literal["scored", "eval", "quantized_policy", "reward_model"]

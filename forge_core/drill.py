@@ -9,10 +9,11 @@ from collections.abc import Iterator
 from pydantic import Field
 
 from forge_core import storage
-from forge_core.artifacts import FOLDERS, Manifest, read_manifest
+from forge_core.artifacts import Manifest, read_manifest
 from forge_core.config import PostTrainConfig
 from forge_core.credentials import StoredSettings
 from forge_core.faults import Fault, FaultPlan, Point
+from forge_core.manifests import FOLDERS
 from forge_core.plan import Plan
 from forge_core.settings import Settings
 

@@ -19,10 +19,10 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from forge_core import listing, storage
-from forge_core.artifacts import FOLDERS, ArtifactError, read_manifest
+from forge_core.artifacts import ArtifactError, read_manifest
 from forge_core.holds import has_ended
 from forge_core.listing import StoredObject
-from forge_core.manifests import ManifestReader
+from forge_core.manifests import FOLDERS, ManifestReader
 from forge_core.multipart import Upload, abort_upload, incomplete_uploads
 from forge_core.retention import ABANDONED_SECONDS, needed_digests
 

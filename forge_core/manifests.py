@@ -11,7 +11,7 @@ from fsspec.spec import AbstractFileSystem
 from pydantic import ValidationError
 
 from forge_core import storage
-from forge_core.artifacts import FOLDERS, ArtifactError, Manifest, Ref, read_manifest
+from forge_core.artifacts import ArtifactError, Manifest, Ref, read_manifest
 from forge_core.listing import list_objects
 from forge_core.publication import Publication
 
@@ -19,6 +19,19 @@ NUM_THREADS = 16  # reading is waiting for the store
 
 Place = tuple[AbstractFileSystem, str]
 
+# Where the artifacts of a run lie, {run}/{folder}/...; evaluations lie in {run}/evals/{version}/... .
+FOLDERS = (
+    "datasets",
+    "policies",
+    "rollouts",
+    "rollout_shards",
+    "reference_logprobs",
+    "scored",
+    "train_states",
+    "quantized",
+    "overlaps",
+    "reward_models",
+)
 _ARTIFACT = re.compile(rf"(?P<name>([^/]+/)?(({'|'.join(FOLDERS)})/|evals/[^/]+/)[^/]+)/.")
 _PLACE = re.compile(rf"(?P<run>.+)/(?P<name>({'|'.join(FOLDERS)}|evals)/.+)")
 _VERSION = re.compile(r"(?P<run>.+)/(?:policies|rollouts|scored)/v(?P<version>\d{4,})")

@@ -56,7 +56,7 @@ def test_a_stage_with_one_pool_stays_there():
     ("placement", "message"),
     [
         ({"pools": {"rolout": ["spot"]}}, "rolout is not a stage; did you mean rollout?"),
-        ({"pools": {"zzz": ["spot"]}}, "zzz is not a stage; there are dataset, start"),
+        ({"pools": {"zzz": ["spot"]}}, "zzz is not a stage; there are dataset, overlap, start"),
         ({"pools": {"rollout": []}}, r"pools of rollout are \[\]; name at least one"),
         ({"pools": {"rollout": ["a", "a"]}}, r"are \['a', 'a'\]; name at least one, each once"),
         ({"redirect_after_seconds": 0}, r"redirect_after_seconds\s+Input should be greater than 0"),

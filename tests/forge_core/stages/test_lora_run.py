@@ -12,7 +12,8 @@ import pytest
 from forge_core import storage
 from forge_core.config import TrainerConfig
 from forge_core.faults import FaultPlan
-from tests.pipeline import COLD, events, run_pipeline, tiny_config, weights_sha256
+from forge_core.operation import WarmthConfig
+from tests.pipeline import events, run_pipeline, tiny_config, weights_sha256
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -45,7 +46,7 @@ def test_run_with_adapters_is_reproducible_and_its_adapter_can_be_served(tmp_pat
     grpo = tiny_config(str(tmp_path)).grpo
     changes = {"trainer": trainer, "grpo": grpo.model_copy(update={"num_iterations": 2, "checkpoint_every": 100})}
     warm = run_pipeline(tiny_config(str(tmp_path / "warm"), **changes), "run")
-    cold = tiny_config(str(tmp_path / "cold"), keep_warm=COLD, fault_plan=FaultPlan(), **changes)
+    cold = tiny_config(str(tmp_path / "cold"), keep_warm=WarmthConfig(trainer=False), fault_plan=FaultPlan(), **changes)
     assert weights_sha256(run_pipeline(cold, "run")) == weights_sha256(warm)
     assert len(set(weights_sha256(warm))) == 7  # start; weights and adapters of SFT and two updates
     assert [event["of"] for event in events(cold, "replay")] == ["update v0002"]  # from the adapters' beginning

@@ -18,6 +18,7 @@ from forge_core.artifacts import ArtifactError, read_manifest
 from forge_core.config import PostTrainConfig
 from forge_core.faults import Fault, FaultPlan
 from forge_core.jobs import StageJob, UpdateJob
+from forge_core.operation import WarmthConfig
 from forge_core.plan import Plan
 from forge_core.stages.process import StageError
 from forge_core.update_config import KlConfig
@@ -51,7 +52,10 @@ def test_an_s3_store_holds_the_same_weights(undisturbed, seaweed_s3: str):
 
 
 def test_another_seed_gives_another_policy(undisturbed, tmp_path: Path):
-    assert weights_sha256(run_pipeline(tiny_config(str(tmp_path), seed=1), "run"))[0] != undisturbed[0]
+    config = tiny_config(str(tmp_path), seed=1)
+    with stage_processes(config, logging.getLogger("pipeline")) as processes:
+        start = processes.run(Plan(config, "run").start())
+    assert weights_sha256([start]) != undisturbed[:1]
 
 
 @pytest.mark.parametrize("stage", ["sft", "rollout", "score", "update"])
@@ -126,7 +130,8 @@ def test_two_trainer_ranks_stand_in_for_the_reference_policy_with_its_very_bits(
 
 
 def test_cold_reference_policies_give_the_same_bits(penalised, tmp_path: Path):
-    assert weights_sha256(run_pipeline(with_reference(str(tmp_path), keep_warm=COLD), "run")) == penalised
+    cold = with_reference(str(tmp_path), keep_warm=WarmthConfig(reference=False))
+    assert weights_sha256(run_pipeline(cold, "run")) == penalised
 
 
 def test_a_run_resumed_by_a_new_owner_makes_only_what_is_missing(undisturbed, tmp_path: Path):
