@@ -55,6 +55,23 @@ class Example(Settings):
         return [turn.model_dump() for turn in self.messages]
 
 
+Turns = list[dict[str, JsonValue]]
+
+
+def preference(example: Example) -> tuple[Turns, Turns]:
+    """The conversation with the preferred answer, and the same with the other one, `metadata.rejected`.
+
+    Raises ValueError for an example that is no pair.
+    """
+    rejected = example.metadata.get("rejected")
+    if not isinstance(rejected, str):
+        raise ValueError(
+            f"example {example.id} has no text in metadata.rejected; a pair is a conversation that ends with the "
+            "preferred answer, and the other answer there"
+        )
+    return example.conversation, [*example.prompt, {"role": "assistant", "content": rejected}]
+
+
 def write_examples(examples: Iterable[Example], path: Path) -> int:
     """Write JSON lines and return their number. Raises ValueError for a repeated id or an example without turns."""
     seen: set[str] = set()

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from forge_core.artifacts import Manifest
 from forge_core.batching import TrainBatch, TrainSequence, pack_sequences
-from forge_core.examples import read_examples
+from forge_core.examples import preference, read_examples
 from forge_core.jobs import DpoJob
 from forge_core.losses import LossInputs, LossOutput
 from forge_core.stages import learner
@@ -172,15 +172,8 @@ def read_pairs(examples_path: Path, policy_dir: Path, job: DpoJob) -> list[Pair]
     turns_of = encoder(policy_dir, job.chat)
     pairs = []
     for example in read_examples(examples_path):
-        rejected = example.metadata.get("rejected")
-        if not isinstance(rejected, str):
-            raise ValueError(
-                f"example {example.id} has no text in metadata.rejected; a pair is a conversation that ends with the "
-                "preferred answer, and the other answer there"
-            )
-        other = [*example.prompt, {"role": "assistant", "content": rejected}]
         # Of several sequences, the last is the one that teaches the last turn.
-        chosen, worse = (only_last_turn(turns_of(turns)[-1]) for turns in (example.conversation, other))
+        chosen, worse = (only_last_turn(turns_of(turns)[-1]) for turns in preference(example))
         pairs.append(Pair(chosen, worse))
     return pairs
 

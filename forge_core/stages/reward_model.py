@@ -17,7 +17,7 @@ from torch import Tensor
 
 from forge_core.artifacts import Manifest
 from forge_core.chat import encode_whole, load_tokenizer
-from forge_core.examples import read_examples
+from forge_core.examples import preference, read_examples
 from forge_core.jobs import RewardModelJob
 from forge_core.stages.fit import Fit, history, summarise
 from forge_core.stages.workspace import Stopwatch, Workspace
@@ -134,13 +134,6 @@ def read_pairs(examples_path: Path, policy_dir: Path, job: RewardModelJob) -> li
     tokenizer = load_tokenizer(policy_dir)
     pairs = []
     for example in read_examples(examples_path):
-        rejected = example.metadata.get("rejected")
-        if not isinstance(rejected, str):
-            raise ValueError(
-                f"example {example.id} has no text in metadata.rejected; a pair is a conversation that ends with the "
-                "preferred answer, and the other answer there"
-            )
-        other = [*example.prompt, {"role": "assistant", "content": rejected}]
-        chosen, worse = (encode_whole(tokenizer, turns, job.chat) for turns in (example.conversation, other))
+        chosen, worse = (encode_whole(tokenizer, turns, job.chat) for turns in preference(example))
         pairs.append((chosen, worse))
     return pairs
