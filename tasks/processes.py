@@ -16,6 +16,7 @@ from forge_core.faults import faults_for
 from forge_core.jobs import RolloutJob, StageJob
 from forge_core.reuse import reuse
 from forge_core.shards import merge, split
+from forge_core.stages.nodes import num_allocated, run_on_nodes
 from forge_core.stages.process import PRELOAD, StageError, StageProcess
 from forge_core.stages.workspace import committed
 from tasks.failures import FailureClass, failure_class, is_retried, stopped
@@ -194,11 +195,23 @@ def stage_processes(config: RunConfig, logger: Log) -> Iterator[StageProcesses]:
 
 
 def run_alone(job: StageJob, time_limit_seconds: float, logger: Log) -> Manifest:
-    """The job's output, made in a stage process that starts for it and ends with it. Raises StageError."""
+    """The job's output, made in a stage process that starts for it and ends with it. Raises StageError.
+
+    In a Slurm allocation of several nodes, a trainer of several ranks is spread over all of them.
+    """
     is_on_cpu = getattr(job, "runs_on", "own") == "cpu"
+    num_ranks = job.trainer.num_ranks if hasattr(job, "trainer") else 1
+    if num_ranks > 1 and (num_nodes := num_allocated()) > 1:
+        return run_on_nodes(
+            job,
+            num_ranks=num_ranks,
+            num_nodes=num_nodes,
+            time_limit_seconds=time_limit_seconds,
+            on_line=stage_log(job.role, logger),
+        )
     process = StageProcess(
         job.role,
-        num_ranks=job.trainer.num_ranks if hasattr(job, "trainer") else 1,
+        num_ranks=num_ranks,
         on_line=stage_log(job.role, logger),
         preload=False,  # of its role it does this one stage
         environment={"CUDA_VISIBLE_DEVICES": ""} if is_on_cpu else {},

@@ -3,12 +3,13 @@
     python -m forge_core.stages job.json                       run one job from its file, print its manifest's URI
     python -m forge_core.stages --connect SOCKET --scratch DIR  take jobs from an owner until its channel closes
 
-With several ranks the same command runs under torchrun.
+With several ranks the same command runs under torchrun; a job file then needs a scratch directory that all ranks see.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import json
 import logging
@@ -103,6 +104,7 @@ def main() -> None:
     parser.add_argument("job", nargs="?", type=Path, help="a job file (JSON)")
     parser.add_argument("--connect", help="path of the owner's Unix socket")
     parser.add_argument("--scratch", type=Path, help="directory for temporary files, owned by this process")
+    parser.add_argument("--answer", type=Path, help="where the manifest of a job file, or its failure, is written")
     parser.add_argument("--preload", nargs="*", default=[], help="stages to import before the first job")
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(levelname)s %(name)s: %(message)s")
@@ -115,12 +117,25 @@ def main() -> None:
         serve(channel, Workspace(arguments.scratch, _peer_pid(channel)), arguments.preload)
     if arguments.job is None:
         parser.error("name a job file, or --connect")
-    with tempfile.TemporaryDirectory(prefix="forge-") as scratch:
-        workspace = Workspace(Path(scratch))
-        manifest = run_job(parse_job(json.loads(arguments.job.read_text())), workspace)
-        workspace.finish_job()
-        if manifest is not None:
-            sys.stdout.write(f"{manifest.uri}/manifest.json\n")
+    with tempfile.TemporaryDirectory(prefix="forge-") as own:
+        run_file(arguments.job, Workspace(arguments.scratch or Path(own)), arguments.answer)
+
+
+def run_file(path: Path, workspace: Workspace, answer: Path | None) -> None:
+    """Run the job of a file; rank 0 says where its manifest is, and writes it or the failure to `answer`."""
+    try:
+        manifest = run_job(parse_job(json.loads(path.read_text())), workspace)
+    except Exception as error:
+        if answer is not None:
+            # Of several ranks that fail the first one is the cause; the others lack a partner.
+            with contextlib.suppress(FileExistsError), answer.open("x") as file:
+                json.dump({"error": {"type": error_type(error), "message": str(error)}}, file)
+        raise
+    workspace.finish_job()
+    if manifest is not None:
+        sys.stdout.write(f"{manifest.uri}/manifest.json\n")
+        if answer is not None:
+            answer.write_text(json.dumps({"manifest": manifest.model_dump(mode="json")}))
 
 
 if __name__ == "__main__":

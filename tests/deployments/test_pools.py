@@ -78,6 +78,7 @@ def test_defaults_and_what_is_required_pass_the_schema(name: str):
         ("kubernetes", {"node_selector": "gpu=h100"}),
         ("slurm", {"partition": "gpu; rm -rf /"}),
         ("slurm", {"time_limit": "forever"}),
+        ("slurm", {"nodes": 0}),
         ("process", {"env": {"A": 1}}),
     ],
 )
@@ -110,11 +111,14 @@ def test_a_kubernetes_job_asks_for_gpus_nodes_shared_memory_and_names_its_secret
     assert "AWS" not in json.dumps(POOLS["kubernetes"].base_job_template)
 
 
-def test_a_slurm_job_is_one_srun_with_its_partition_account_time_and_gpus():
-    program, *arguments = shlex.split(render("slurm")["command"])
-    assert program == "srun"
-    assert {"--partition=gpu", "--account=lab", "--time=24:00:00", "--gpus-per-node=8"} <= set(arguments)
-    assert arguments[-3:] == ["/s/python", "-m", "prefect.engine"]
+def test_a_slurm_job_has_its_nodes_partition_account_time_and_gpus_and_runs_the_flow_on_the_first_node():
+    words = shlex.split(render("slurm")["command"])
+    step = words.index("srun")
+    assert words[0] == "salloc"
+    wanted = {"--nodes=1", "--partition=gpu", "--account=lab", "--time=24:00:00", "--gpus-per-node=8"}
+    assert wanted <= set(words[:step])
+    assert {"--nodes=1", "--ntasks=1", "--overlap"} <= set(words[step:])
+    assert words[-3:] == ["/s/python", "-m", "prefect.engine"]
 
 
 @pytest.mark.slow
