@@ -1,4 +1,4 @@
-"""The vLLM engine: prompts in, completions with their log-probs out. No other file imports vllm.
+"""The vLLM engine: prompts in, completions with their log-probs out.
 
 Reproducible by construction: every completion is sampled with its own seed, so it does not depend on its neighbours in
 the batch, on the order of the prompts or on what was generated before. Weights are swapped in place between versions.
@@ -46,7 +46,6 @@ _prepare_environment()
 
 from vllm import LLM, EngineArgs, SamplingParams  # noqa: E402  (reads the environment prepared above)
 from vllm.logprobs import Logprob  # noqa: E402
-from vllm.model_executor.kernels.linear.scaled_mm import cpu as scaled_mm_on_cpu  # noqa: E402
 from vllm.outputs import CompletionOutput  # noqa: E402
 
 from forge_core.config import GeneratorConfig, SamplingConfig  # noqa: E402
@@ -159,8 +158,6 @@ def engine_args(hf_dir: Path, config: GeneratorConfig, seed: int) -> dict[str, A
         "logprobs_mode": "processed_logprobs",
         "use_tqdm_on_load": False,
     }
-    if args["dtype"] == "float32" and not on_gpu:
-        _leave_out_kernels_for_half_precision()
     return args | ({} if on_gpu else _cpu_engine_args(layout, config)) | config.overrides
 
 
@@ -189,14 +186,6 @@ def _cpu_engine_args(layout: PolicyLayout, config: GeneratorConfig) -> dict[str,
         "enable_chunked_prefill": False,
         "max_num_batched_tokens": max(4096, config.max_model_len),
     }
-
-
-def _leave_out_kernels_for_half_precision() -> None:
-    """Have int8 layers multiply with oneDNN.
-
-    On a CPU with AMX vLLM 0.32 gives them a kernel that takes bfloat16 alone: float32 fails at the first token.
-    """
-    scaled_mm_on_cpu.check_cpu_sgl_kernel = lambda n, k, dtype: False
 
 
 def _tie_output_layer(model: Any) -> None:
