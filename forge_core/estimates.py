@@ -34,7 +34,8 @@ def wilson_interval(num_right: int, count: int) -> Interval:
     accuracy = num_right / count
     centre = (accuracy + Z**2 / (2 * count)) / (1 + Z**2 / count)
     reach = Z / (1 + Z**2 / count) * math.sqrt(accuracy * (1 - accuracy) / count + Z**2 / (4 * count**2))
-    return Interval(max(0.0, centre - reach), min(1.0, centre + reach))
+    # By rounding alone, 0 of 3 would lie outside of its own interval.
+    return Interval(max(0.0, min(accuracy, centre - reach)), min(1.0, max(accuracy, centre + reach)))
 
 
 def bootstrap_interval(values: Sequence[float], *, seed: int = 0, resamples: int = 10_000) -> Interval:

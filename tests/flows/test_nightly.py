@@ -19,11 +19,15 @@ from forge_core.nightly import from_champion
 from forge_core.operation import NotifyConfig
 from forge_core.plan import Plan
 from forge_core.runs import read_run
+from forge_core.side_jobs import overlap_job
 from tests.pipeline import tiny_config
 from tests.prunable_runs import commit
 from tests.webhook import Webhook
 
 pytestmark = pytest.mark.slow
+
+
+NOTHING_FOUND = ("exact", "near", "fraction")
 
 
 def store_night(config: PostTrainConfig, run_id: str) -> None:
@@ -35,8 +39,9 @@ def store_night(config: PostTrainConfig, run_id: str) -> None:
 
     [evaluation] = config.evals
     start = run(plan.start())
-    policy = run(plan.sft(start, run(plan.dataset(config.sft.dataset))), {"sft/first_loss": 2.0, "sft/loss": 1.0})
-    problems = run(plan.dataset(evaluation.dataset))
+    examples, problems = run(plan.dataset(config.sft.dataset)), run(plan.dataset(evaluation.dataset))
+    run(overlap_job(plan, examples, [problems]), {f"overlap/heldout/{name}": 0.0 for name in NOTHING_FOUND})
+    policy = run(plan.sft(start, examples), {"sft/first_loss": 2.0, "sft/loss": 1.0})
     for ref in (start, policy):
         store_evaluation(plan.evaluate(ref, problems, evaluation))
 
@@ -56,7 +61,7 @@ def store_evaluation(job: EvaluateJob) -> None:
             job=job.as_json(),
             job_digest=job.digest(),
             inputs=job.inputs,
-            summary={"eval/heldout/accuracy": 0.5},
+            summary={f"eval/heldout/accuracy{end}": 0.5 for end in ("", "_low", "_high")},
             software=job.software,
             timings={},
         )

@@ -34,6 +34,7 @@ def test_an_accuracy_has_an_interval_that_is_wide_for_few_problems_and_stays_bet
     assert wilson_interval(50, 100) == pytest.approx((0.4038, 0.5962), abs=1e-4)
     assert wilson_interval(0, 20) == pytest.approx((0, 0.1611), abs=1e-4)
     assert wilson_interval(20, 20) == pytest.approx((0.8389, 1), abs=1e-4)
+    assert (wilson_interval(0, 3)[0], wilson_interval(4, 4)[1]) == (0, 1)  # exactly
 
 
 def test_a_bootstrap_interval_is_that_of_the_normal_distribution_for_many_problems():
