@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import secrets
 import selectors
@@ -60,7 +61,7 @@ def run_python(
         "check": check,
         "word": (word := secrets.token_hex(16)),
         "word_to": to_say,
-        "seconds": max(1, round(seconds)),
+        "seconds": math.ceil(seconds),
         "megabytes": megabytes,
         "readable": sorted({sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")}),
         "is_isolated": is_isolated,
@@ -92,7 +93,9 @@ def run_python(
             f"{stderr.strip()}; code rewards need Linux 5.13 with user namespaces and Landlock (a container must allow "
             "them), or isolation: none, which lets a completion do what it likes here"
         )
-    if status == "ended":
+    if process.returncode == -signal.SIGXCPU:
+        status = "timeout"
+    elif status == "ended":
         status = "finished" if has_ended and process.returncode == 0 else "failed"
     return Outcome(status, stdout, stderr)
 

@@ -103,11 +103,18 @@ print(open("mine").read(), sum(__import__("math").sqrt(4) for _ in range(2)))
 )
 def test_a_program_that_wants_too_much_ends_in_time_and_alone(program: str, status: str):
     started = time.monotonic()
-    outcome = run_python(program, seconds=2, megabytes=256)
+    outcome = run_python(program, seconds=2 if status == "timeout" else 20, megabytes=256)
     assert outcome.status == status, outcome.stderr
     assert time.monotonic() - started < 30
     found = subprocess.run(["pgrep", "-f", "sandbox_child"], check=False, capture_output=True, text=True)
     assert found.stdout == ""
+
+
+def test_the_end_of_its_cpu_time_is_a_timeout_too():
+    """Two threads use up their seconds before the clock does (one core: at the same time)."""
+    busy = "import hashlib, threading\ndef work():\n    while True: hashlib.sha256(bytes(2**20))\n"
+    outcome = run_python(busy + "threading.Thread(target=work).start()\nwork()", seconds=2, is_isolated=False)
+    assert outcome.status == "timeout"
 
 
 def test_what_a_program_leaves_behind_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
