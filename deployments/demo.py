@@ -45,8 +45,8 @@ def main() -> None:
             sys.exit(f"the run ended as {final.state_name}: {final.state.message if final.state else ''}\n"
                      f"run `make demo` again, or read {HOME}/*.log")  # fmt: skip
         figures = finish(config, f"run-{str(flow_run.id)[:8]}", time.monotonic() - started)
-        print(f"Prefect UI  {urls.prefect}/runs/flow-run/{flow_run.id}\nMLflow UI   {urls.mlflow}")
         print(f"figures     {HOME / 'demo.json'}: {', '.join(figures)}")
+        print(f"look at it  make services, then {urls.prefect}/runs/flow-run/{flow_run.id} and {urls.mlflow}")
 
 
 def finish(config: PostTrainConfig, run_id: str, wall_seconds: float) -> dict:

@@ -93,10 +93,14 @@ def wait_ready(*services: Service, timeout_seconds: float = READY_TIMEOUT_SECOND
             time.sleep(0.1)
 
 
-def free_port() -> int:
-    """A loopback port that nothing listens on at the moment."""
+def free_port(wanted: int = 0) -> int:
+    """A loopback port that nothing listens on at the moment; `wanted` when that is one."""
     with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections that ended a minute ago do not count
+        try:
+            probe.bind(("127.0.0.1", wanted))
+        except OSError:
+            probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
 
 

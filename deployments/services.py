@@ -6,6 +6,7 @@ stopped by leaving its `with` block, and dies with the process that started it h
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import os
 import shutil
@@ -42,9 +43,12 @@ def prefect_env(home: Path, api_url: str) -> dict[str, str]:
     }
 
 
-def start_prefect_server(home: Path) -> Service:
-    """A Prefect server with SQLite under `home`; `url` is the API, the UI is the same address without /api."""
-    port = free_port()
+def start_prefect_server(home: Path, port: int = 0) -> Service:
+    """A Prefect server with SQLite under `home`; `url` is the API, the UI is the same address without /api.
+
+    It listens on `port` when that is free, otherwise on any that is.
+    """
+    port = free_port(port)
     url = f"http://127.0.0.1:{port}/api"
     database = home.resolve() / "prefect" / "prefect.db"
     on_ready = partial(_keep_empty, database) if _is_to_be_created(database) else None
@@ -58,9 +62,9 @@ def start_prefect_server(home: Path) -> Service:
     return start("prefect-server", url, command, home, env, lambda: answers(f"{url}/health"), on_ready=on_ready)
 
 
-def start_mlflow_server(home: Path) -> Service:
-    """An MLflow tracking server with SQLite and artifacts under `home`."""
-    port = free_port()
+def start_mlflow_server(home: Path, port: int = 0) -> Service:
+    """An MLflow tracking server with SQLite and artifacts under `home`, on `port` when that is free."""
+    port = free_port(port)
     url = f"http://127.0.0.1:{port}"
     database = home.resolve() / "mlflow" / "mlflow.db"
     on_ready = partial(_keep_empty, database) if _is_to_be_created(database) else None
@@ -134,14 +138,14 @@ def start_all(stack: contextlib.ExitStack, home: Path) -> Urls:
     """
     servers: list[Service] = []
 
-    def address(variable: str, start_server: Callable[[Path], Service]) -> str:
+    def address(variable: str, start_server: Callable[[Path, int], Service], port: int) -> str:
         if url := os.environ.get(variable):
             return url
-        servers.append(stack.enter_context(start_server(home)))
+        servers.append(stack.enter_context(start_server(home, port)))
         return servers[-1].url
 
-    api_url = address("PREFECT_API_URL", start_prefect_server)
-    mlflow_uri = address("MLFLOW_TRACKING_URI", start_mlflow_server)
+    api_url = address("PREFECT_API_URL", start_prefect_server, 4200)  # both where their users look for them
+    mlflow_uri = address("MLFLOW_TRACKING_URI", start_mlflow_server, 5000)
     use(prefect_env(home, api_url) | {"MLFLOW_TRACKING_URI": mlflow_uri})
     wait_ready(*[server for server in servers if server.url == api_url])
     # Not the worker beside the deployments: its polling makes SQLite refuse their writes, and 7 s become 14 or more.
@@ -149,6 +153,22 @@ def start_all(stack: contextlib.ExitStack, home: Path) -> Urls:
     worker = stack.enter_context(start_worker(POOL, home, api_url, env={"MLFLOW_TRACKING_URI": mlflow_uri}))
     wait_ready(worker, *servers)
     return Urls(prefect=api_url.removesuffix("/api"), mlflow=mlflow_uri)
+
+
+def main() -> None:
+    """Keep everything open until Ctrl-C or SIGTERM, with the state of earlier runs under .forge."""
+    argparse.ArgumentParser(prog="python -m deployments.services", description=main.__doc__).parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    with contextlib.ExitStack() as stack, contextlib.suppress(KeyboardInterrupt):
+        print("starting Prefect, MLflow, a worker and the deployments ...", flush=True)
+        urls = start_all(stack, Path(".forge"))
+        print(
+            f"\nPrefect UI  {urls.prefect}\nMLflow UI   {urls.mlflow}\n\nIn another terminal:\n\n"
+            f"  export PREFECT_API_URL={urls.prefect}/api MLFLOW_TRACKING_URI={urls.mlflow} "
+            f"PATH={REPO}/.venv/bin:$PATH\n  prefect deployment run post-train/quickstart\n\nCtrl-C stops them all; runs and their history stay.",
+            flush=True,
+        )
+        signal.pause()
 
 
 def use(env: Mapping[str, str]) -> None:
@@ -177,3 +197,7 @@ def _keep_empty(database: Path) -> None:
     with contextlib.closing(sqlite3.connect(database)) as connection:
         connection.execute("VACUUM INTO ?", (str(pending),))
     pending.replace(EMPTY_DATABASES / database.name)
+
+
+if __name__ == "__main__":
+    main()

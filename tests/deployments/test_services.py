@@ -2,7 +2,9 @@
 
 import contextlib
 import os
+import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -13,7 +15,7 @@ import pytest
 import yaml
 
 from deployments import local_service, object_stores, services
-from deployments.local_service import Service, fetch, start, wait_ready
+from deployments.local_service import Service, fetch, free_port, start, wait_ready
 
 REPO = Path(__file__).parents[2]
 SLEEP = [sys.executable, "-c", "import time; print('sleeping', flush=True); time.sleep(600)"]
@@ -88,6 +90,13 @@ def test_servers_of_the_user_do_not_reach_a_service(tmp_path: Path, monkeypatch:
     with start("env", "", [sys.executable, "-c", program], tmp_path, {"OWN": "1"}, lambda: False) as service:
         service.process.wait(20)
     assert service.log_tail() == "None 1"
+
+
+def test_a_port_that_is_taken_is_not_given(tmp_path: Path):
+    free = free_port()
+    assert free_port(free) == free
+    with socket.create_server(("127.0.0.1", free)):
+        assert free_port(free) not in (0, free)
 
 
 def test_moto_serves_a_bucket(moto_s3: str):
@@ -171,3 +180,24 @@ def test_servers_named_by_the_user_are_used_as_they_are(
         urls = services.start_all(stack, tmp_path)
     services.use(before)
     assert (f"{urls.prefect}/api", urls.mlflow) == (prefect_server.url, mlflow_server.url)
+
+
+@pytest.mark.slow
+def test_everything_is_kept_open_until_it_is_interrupted(tmp_path: Path):
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("PREFECT_", "MLFLOW_"))}
+    kept = subprocess.Popen(
+        [sys.executable, "-m", "deployments.services"],
+        cwd=tmp_path, env=environment | {"PYTHONPATH": str(REPO)}, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert kept.stdout
+    try:
+        said = "".join(iter(kept.stdout.readline, "Ctrl-C stops them all; runs and their history stay.\n"))
+        api, mlflow = re.findall(r"PREFECT_API_URL=(\S+) MLFLOW_TRACKING_URI=(\S+)", said)[0]
+        assert local_service.answers(f"{api}/health")
+        assert local_service.answers(f"{mlflow}/health")
+        assert fetch(f"{api}/deployments/filter", {})
+    finally:
+        kept.send_signal(signal.SIGINT)
+    assert kept.wait(60) == 0
+    assert not local_service.answers(f"{api}/health")
+    assert not local_service.answers(f"{mlflow}/health")
