@@ -31,6 +31,16 @@ _QUIET = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "GIT_PYTHON_REFRESH": "quiet",
 }
+_OPEN = """
+Prefect UI  {prefect}
+MLflow UI   {mlflow}
+
+In another terminal:
+
+  export PREFECT_API_URL={prefect}/api MLFLOW_TRACKING_URI={mlflow} PATH={bin}:$PATH
+  prefect deployment run post-train/quickstart
+
+Ctrl-C stops them all; runs and their history stay."""
 
 
 def prefect_env(home: Path, api_url: str) -> dict[str, str]:
@@ -162,12 +172,7 @@ def main() -> None:
     with contextlib.ExitStack() as stack, contextlib.suppress(KeyboardInterrupt):
         print("starting Prefect, MLflow, a worker and the deployments ...", flush=True)
         urls = start_all(stack, Path(".forge"))
-        print(
-            f"\nPrefect UI  {urls.prefect}\nMLflow UI   {urls.mlflow}\n\nIn another terminal:\n\n"
-            f"  export PREFECT_API_URL={urls.prefect}/api MLFLOW_TRACKING_URI={urls.mlflow} "
-            f"PATH={REPO}/.venv/bin:$PATH\n  prefect deployment run post-train/quickstart\n\nCtrl-C stops them all; runs and their history stay.",
-            flush=True,
-        )
+        print(_OPEN.format(prefect=urls.prefect, mlflow=urls.mlflow, bin=REPO / ".venv" / "bin"), flush=True)
         signal.pause()
 
 
